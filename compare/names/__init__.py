@@ -1,0 +1,1 @@
+"""Canonical names: one table per engine, as data."""

@@ -1,0 +1,1 @@
+"""Forms of a report: plain data first, then one file per form."""

@@ -1,0 +1,1 @@
+"""What each engine's model, rows and topology look like."""

@@ -1,0 +1,1 @@
+"""Start an engine on a checkpoint and dump its forward."""

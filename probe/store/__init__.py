@@ -1,0 +1,1 @@
+"""Dump format: schema, dtypes, writer, reader, validation of untrusted files."""
