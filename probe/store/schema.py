@@ -1,0 +1,149 @@
+"""Version 1 of the dump format: the tables of a file and their columns (docs/format.md explains each)."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from probe.store.dtypes import TEXT
+
+SCHEMA_VERSION = 1
+PARTIAL_SUFFIX = ".partial"
+MANIFEST_NAME = "manifest.json"
+
+ROW = np.dtype([("sequence", "<i4"), ("position", "<i4"), ("token", "<i4"), ("call", "<i4")])
+INDEX = np.dtype(
+    [
+        ("module", TEXT),
+        ("slot", TEXT),
+        ("block", "<i4"),
+        ("order", "<i4"),
+        ("dtype", TEXT),
+        ("shape", TEXT),
+        ("row_axes", TEXT),
+        ("rows", TEXT),
+        ("min", "<f8"),
+        ("max", "<f8"),
+        ("mean", "<f8"),
+        ("norm", "<f8"),
+        ("nan", "<i8"),
+        ("inf", "<i8"),
+        ("checksum", TEXT),
+        ("dataset", TEXT),
+    ]
+)
+SEQUENCE = np.dtype(
+    [
+        ("id", "<i4"),
+        ("trajectory", TEXT),
+        ("request_id", TEXT),
+        ("uid", TEXT),
+        ("sample", "<i4"),
+        ("prompt_len", "<i4"),
+        ("length", "<i4"),
+        ("token_hash", TEXT),
+        ("weight_version", "<i4"),
+    ]
+)
+TOKEN = np.dtype(
+    [
+        ("sequence", "<i4"),
+        ("position", "<i4"),
+        ("token", "<i4"),
+        ("response", "?"),
+        ("logprob", "<f8"),
+        ("logprob_recomputed", "<f8"),
+    ]
+)
+MODULE = np.dtype([("path", TEXT), ("class", TEXT), ("order", "<i4"), ("info", TEXT)])
+WEIGHT = np.dtype(
+    [("name", TEXT), ("shape", TEXT), ("dtype", TEXT), ("quad", "<f8"), ("alias", TEXT), ("dataset", TEXT)]
+)
+TABLES = {"index": INDEX, "sequences": SEQUENCE, "tokens": TOKEN, "modules": MODULE, "weights": WEIGHT}
+RESERVED = frozenset({*TABLES, "rows", "manifest", "sketches"})
+
+_segment_keys = itertools.count()
+
+
+@dataclass(frozen=True)
+class RowSegment:
+    """The rows of one call, in the order in which every tensor of that call is gathered.
+
+    ``rows`` is an array of :data:`ROW`; ``key`` is unique in the process, so that tensors of the same calls share one
+    row table in the file.
+    """
+
+    rows: np.ndarray
+    key: int = field(default_factory=lambda: next(_segment_keys))
+
+
+@dataclass
+class Sequence:
+    """One prompt with its response.
+
+    ``prompt_len`` and ``length`` count tokens (prompt, prompt + response); ``tokens`` is int64 [length], or shorter
+    while a sequence is still being generated. ``weight_version`` counts weight updates that the engine received.
+    """
+
+    index: int
+    uid: str
+    request_id: str = ""
+    trajectory: str = ""
+    sample: int = 0
+    prompt_len: int = 0
+    length: int = 0
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    weight_version: int = 0
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """One module of the model: native path, class name, first execution order, and scalars that numbers cannot show."""
+
+    path: str
+    cls: str
+    order: int
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class WeightSketch:
+    """A small fingerprint of one parameter that says how two copies differ, without storing the weight.
+
+    ``rows`` is float64: for a matrix [out, 3] holding, per output row, W @ r (r uniform in (-1, 1) from a hash of the
+    global input column), the row sum and the row sum of squares; for a vector [n, 1] holding its values. ``quad`` is
+    r' W r for a square matrix, else NaN. ``alias`` names the parameter that shares this one's storage.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    rows: np.ndarray
+    quad: float = float("nan")
+    alias: str = ""
+
+
+@dataclass
+class TensorInfo:
+    """All blocks of one (module, slot): what a reader can know before reading any of them.
+
+    ``rows`` counts stored rows; ``feature_shape`` is the shape of one row. ``has_rows`` is False where no axis of the
+    tensor runs along tokens: such a tensor has one row per call. ``norm`` is the L2 norm over all blocks.
+    """
+
+    module: str
+    slot: str
+    dtype: str
+    feature_shape: tuple[int, ...]
+    rows: int = 0
+    order: int = 0
+    has_rows: bool = True
+    min: float = float("nan")
+    max: float = float("nan")
+    mean: float = float("nan")
+    norm: float = float("nan")
+    nan: int = 0
+    inf: int = 0

@@ -1,0 +1,280 @@
+"""Write one file of a dump: rows of successive calls gathered into blocks, content stored once, readable if killed.
+
+While open the file is ``NAME.h5.partial``. Every flush appends the blocks *and* their index rows before it reaches the
+disk, so that whatever was flushed can be read with its meaning; ``close`` fsyncs and renames.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import xxhash
+from h5py import h5d, h5p, h5s
+
+from probe.errors import DumpError, OutputExistsError
+from probe.store.dtypes import file_type, stored_dtype, widen
+from probe.store.schema import (
+    PARTIAL_SUFFIX,
+    RESERVED,
+    ROW,
+    TABLES,
+    TOKEN,
+    ModuleInfo,
+    RowSegment,
+    Sequence,
+    WeightSketch,
+)
+
+# libver v108 with frequent flushes is the combination that stays openable after SIGKILL; 'latest' is not.
+LIBVER = ("v108", "v108")
+
+
+@dataclass
+class _Series:
+    """Rows of one (module, slot) that are waiting to become a block."""
+
+    order: int
+    dtype: str = ""
+    feature_shape: tuple[int, ...] = ()
+    arrays: list[np.ndarray] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    segments: list[RowSegment] = field(default_factory=list)
+    nbytes: int = 0
+    blocks: int = 0
+    has_rows: bool = True
+
+
+class DumpWriter:
+    """Append tensors, rows and tables to one HDF5 file of a dump.
+
+    Parameters: ``path`` ends in ``.h5``; ``block_bytes`` is the size at which the rows of one (module, slot) become a
+    block; ``buffer_bytes`` bounds what waits in memory over all of them. Raises OutputExistsError, never overwrites.
+    """
+
+    def __init__(
+        self, path: Path, manifest: dict[str, Any], *, block_bytes: int = 8 << 20, buffer_bytes: int = 512 << 20
+    ) -> None:
+        self.path = Path(path)
+        self.partial = self.path.with_name(self.path.name + PARTIAL_SUFFIX)
+        for existing in (self.path, self.partial):
+            if existing.exists():
+                raise OutputExistsError(f"{existing} already exists", "choose another output folder")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.block_bytes, self.buffer_bytes = block_bytes, buffer_bytes
+        self.file = h5py.File(self.partial, "w", libver=LIBVER)
+        self.file.create_dataset("manifest", data=json.dumps(manifest))
+        self._tables = {
+            name: self.file.create_dataset(name, shape=(0,), maxshape=(None,), chunks=(256,), dtype=dtype)
+            for name, dtype in TABLES.items()
+        }
+        self._series: dict[tuple[str, str], _Series] = {}
+        self._row_tables: dict[tuple[int, ...], str] = {}
+        self._stored: dict[tuple[str, tuple[bytes, ...]], tuple[str, str, tuple[float, ...]]] = {}
+        self._live: dict[bytes, tuple[np.ndarray, int]] = {}
+        self._waiting: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
+        self._sequences: list[Sequence] = []
+        self._buffered = 0
+        self.tensor_rows = 0
+        self._lcpl = h5p.create(h5p.LINK_CREATE)
+        self._lcpl.set_create_intermediate_group(True)
+        self._dcpl = h5p.create(h5p.DATASET_CREATE)
+        self._dcpl.set_obj_track_times(False)
+        self._dcpl.set_fill_time(h5d.FILL_TIME_NEVER)
+        self.file.flush()
+
+    # -- what a capture says ------------------------------------------------------------------------------------------
+
+    def add_sequence(self, sequence: Sequence) -> int:
+        """Register a sequence and return its number in this file (rows refer to it)."""
+        sequence.index = len(self._sequences)
+        self._sequences.append(sequence)
+        self._waiting["sequences"].append(_sequence_record(sequence))
+        return sequence.index
+
+    def add_module(self, module: ModuleInfo) -> None:
+        """Record a module of the model."""
+        record = (module.path, module.cls, module.order, json.dumps(module.info, default=str))
+        self._waiting["modules"].append(record)
+
+    def add_weight(self, sketch: WeightSketch) -> None:
+        """Store the sketch of a parameter."""
+        dataset = ""
+        if sketch.rows.size:
+            dataset = f"/sketches/{sketch.name}"
+            self._create(dataset, np.ascontiguousarray(sketch.rows, np.float64), "float64")
+        shape = json.dumps(list(sketch.shape))
+        self._waiting["weights"].append((sketch.name, shape, sketch.dtype, sketch.quad, sketch.alias, dataset))
+
+    def add_tokens(self, tokens: np.ndarray) -> None:
+        """Append rows of the token table (an array of :data:`probe.store.schema.TOKEN`)."""
+        self._append_table("tokens", np.asarray(tokens, TOKEN))
+
+    def append(
+        self, module: str, slot: str, array: np.ndarray, dtype: str, segment: RowSegment, *, has_rows: bool = True
+    ) -> None:
+        """Append one call's rows of a tensor.
+
+        ``array`` is [rows, *features] in the numpy carrier of ``dtype`` and belongs to the writer from now on;
+        ``segment`` has one entry per row. ``has_rows=False`` marks a tensor without a token axis (one row per call).
+        """
+        if len(array) != len(segment.rows):
+            raise DumpError(f"{module}:{slot} has {len(array)} rows but its call has {len(segment.rows)}")
+        if not len(array):
+            return
+        series = self._series.setdefault((module, slot), _Series(order=len(self._series)))
+        if series.arrays and (series.dtype, series.feature_shape) != (dtype, array.shape[1:]):
+            self._write_block(module, slot, series)
+        series.dtype, series.feature_shape, series.has_rows = dtype, array.shape[1:], has_rows
+        digest = xxhash.xxh3_128_digest(np.ascontiguousarray(array))
+        shared, count = self._live.get(digest, (array, 0))
+        if shared.shape != array.shape or shared.dtype != array.dtype:
+            shared = array
+        self._live[digest] = (shared, count + 1)
+        self._buffered += 0 if count else array.nbytes
+        series.arrays.append(shared)
+        series.digests.append(digest)
+        series.segments.append(segment)
+        series.nbytes += array.nbytes
+        self.tensor_rows += len(array)
+        if series.nbytes >= self.block_bytes:
+            self._write_block(module, slot, series)
+            self._commit()
+        if self._buffered > self.buffer_bytes:
+            self._relieve()
+
+    # -- what reaches the disk ----------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write everything that waits and make it readable should the process die."""
+        for (module, slot), series in self._series.items():
+            if series.arrays:
+                self._write_block(module, slot, series)
+        self._commit()
+
+    def close(self) -> Path:
+        """Flush, update the sequences' final lengths, fsync, and give the file its final name."""
+        self.flush()
+        if self._sequences:
+            table = self._tables["sequences"]
+            table[...] = np.array([_sequence_record(s) for s in self._sequences], TABLES["sequences"])
+        self.file.close()
+        _fsync(self.partial)
+        os.rename(self.partial, self.path)
+        _fsync(self.path.parent)
+        return self.path
+
+    def abandon(self) -> None:
+        """Close without completing: the file keeps its ``.partial`` name."""
+        if self.file:
+            self.file.close()
+
+    def _relieve(self) -> None:
+        """Write the largest waiting series until half of the buffer is free (large blocks, bounded memory)."""
+        by_size = sorted(self._series.items(), key=lambda item: -item[1].nbytes)
+        for (module, slot), series in by_size:
+            if self._buffered <= self.buffer_bytes // 2:
+                break
+            if series.arrays:
+                self._write_block(module, slot, series)
+        self._commit()
+
+    def _write_block(self, module: str, slot: str, series: _Series) -> None:
+        content = (series.dtype, tuple(series.digests))
+        if content not in self._stored:
+            data = series.arrays[0] if len(series.arrays) == 1 else np.concatenate(series.arrays)
+            data = np.ascontiguousarray(data)
+            group = module if module and module.split("/")[0] not in RESERVED else f"module:{module}"
+            dataset = f"/{group}/{slot}/block{series.blocks}"
+            self._create(dataset, data, series.dtype)
+            checksum = xxhash.xxh3_128_hexdigest(data)
+            with np.errstate(all="ignore"):  # NaN and Inf are counted, not warned about
+                self._stored[content] = (dataset, checksum, _statistics(data, series.dtype))
+        dataset, checksum, statistics = self._stored[content]
+        shape = [sum(len(a) for a in series.arrays), *series.feature_shape]
+        self._waiting["index"].append(
+            (
+                *(module, slot, series.blocks, series.order, series.dtype, json.dumps(shape)),
+                *("0" if series.has_rows else "", self._row_table(series.segments), *statistics, checksum, dataset),
+            )
+        )
+        for digest in series.digests:
+            shared, count = self._live[digest]
+            if count > 1:
+                self._live[digest] = (shared, count - 1)
+            else:
+                del self._live[digest]
+                self._buffered -= shared.nbytes
+        series.arrays, series.digests, series.segments, series.nbytes = [], [], [], 0
+        series.blocks += 1
+
+    def _row_table(self, segments: list[RowSegment]) -> str:
+        key = tuple(segment.key for segment in segments)
+        if key not in self._row_tables:
+            name = f"t{len(self._row_tables)}"
+            rows = np.concatenate([segment.rows for segment in segments])
+            self.file.create_dataset(f"rows/{name}", data=np.asarray(rows, ROW), track_times=False)
+            self._row_tables[key] = name
+        return self._row_tables[key]
+
+    def _create(self, path: str, data: np.ndarray, dtype: str) -> None:
+        tid = file_type(dtype)
+        space = h5s.create_simple(data.shape)
+        dataset = h5d.create(self.file.id, path.encode(), tid, space, dcpl=self._dcpl, lcpl=self._lcpl)
+        if data.size:
+            dataset.write(h5s.ALL, h5s.ALL, data.view(stored_dtype(dtype).carrier), mtype=tid)
+
+    def _commit(self) -> None:
+        for name, records in self._waiting.items():
+            if records:
+                self._append_table(name, np.array(records, TABLES[name]))
+                records.clear()
+        self.file.flush()
+
+    def _append_table(self, name: str, records: np.ndarray) -> None:
+        table = self._tables[name]
+        old = table.shape[0]
+        table.resize((old + len(records),))
+        table[old:] = records
+
+
+def _sequence_record(sequence: Sequence) -> tuple[Any, ...]:
+    digest = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(sequence.tokens, "<i8")) if len(sequence.tokens) else ""
+    return (
+        *(sequence.index, sequence.trajectory or sequence.uid, sequence.request_id, sequence.uid, sequence.sample),
+        *(sequence.prompt_len, sequence.length, digest, sequence.weight_version),
+    )
+
+
+def _statistics(data: np.ndarray, dtype: str) -> tuple[float, ...]:
+    """Return min, max, mean, L2 norm (finite values only) and the counts of NaN and Inf."""
+    if dtype == "float4_e2m1fn_x2":
+        return (np.nan, np.nan, np.nan, np.nan, 0, 0)
+    values = widen(data, dtype)
+    if values.dtype.kind in "iub":
+        wide = values.astype(np.float64)
+        return (wide.min(), wide.max(), wide.mean(), float(np.sqrt(np.square(wide).sum())), 0, 0)
+    total = float(np.sum(values, dtype=np.float64))
+    nan = inf = 0
+    if not np.isfinite(total):
+        nan, inf = int(np.isnan(values).sum()), int(np.isinf(values).sum())
+        values = values[np.isfinite(values)]
+        if not values.size:
+            return (np.nan, np.nan, np.nan, np.nan, nan, inf)
+        total = float(np.sum(values, dtype=np.float64))
+    wide = values.astype(np.float64).ravel()
+    norm = float(np.sqrt(np.dot(wide, wide)))
+    return (float(values.min()), float(values.max()), total / values.size, norm, nan, inf)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
