@@ -1,8 +1,8 @@
 """How each tensor dtype is held in numpy and in HDF5.
 
-bfloat16 is stored bit for bit in HDF5's own bfloat16 layout (a custom IEEE-like float type that HDF5 2.0 considers
-equal to its native one). HDF5's conversions are avoided in both directions: they are slow and drop NaN payloads, so data is
-always read and written with the file's own type. fp8 and fp4 are bytes whose dtype the index records.
+bfloat16 is stored bit for bit in HDF5's own bfloat16 layout: a custom IEEE-like float type that HDF5 2.0 considers
+equal to its native one. HDF5's conversions are avoided in both directions (they are slow and drop NaN payloads), so
+data is always read and written with the file's own type. fp8 and fp4 are bytes whose dtype the index records.
 """
 
 from __future__ import annotations

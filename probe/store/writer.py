@@ -131,7 +131,7 @@ class DumpWriter:
         if series.arrays and (series.dtype, series.feature_shape) != (dtype, array.shape[1:]):
             self._write_block(module, slot, series)
         series.dtype, series.feature_shape, series.has_rows = dtype, array.shape[1:], has_rows
-        digest = xxhash.xxh3_128_digest(np.ascontiguousarray(array))
+        digest = xxhash.xxh3_128_digest(np.ascontiguousarray(array).data)
         shared, count = self._live.get(digest, (array, 0))
         if shared.shape != array.shape or shared.dtype != array.dtype:
             shared = array
@@ -192,7 +192,7 @@ class DumpWriter:
             group = module if module and module.split("/")[0] not in RESERVED else f"module:{module}"
             dataset = f"/{group}/{slot}/block{series.blocks}"
             self._create(dataset, data, series.dtype)
-            checksum = xxhash.xxh3_128_hexdigest(data)
+            checksum = xxhash.xxh3_128_hexdigest(data.data)
             with np.errstate(all="ignore"):  # NaN and Inf are counted, not warned about
                 self._stored[content] = (dataset, checksum, _statistics(data, series.dtype))
         dataset, checksum, statistics = self._stored[content]
@@ -244,7 +244,7 @@ class DumpWriter:
 
 
 def _sequence_record(sequence: Sequence) -> tuple[Any, ...]:
-    digest = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(sequence.tokens, "<i8")) if len(sequence.tokens) else ""
+    digest = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(sequence.tokens, "<i8").data) if len(sequence.tokens) else ""
     return (
         *(sequence.index, sequence.trajectory or sequence.uid, sequence.request_id, sequence.uid, sequence.sample),
         *(sequence.prompt_len, sequence.length, digest, sequence.weight_version),

@@ -1,0 +1,34 @@
+"""Number the sequences of a capture: the first call that shows one registers it, later calls find it again."""
+
+from __future__ import annotations
+
+from probe.hooks.rows import Announced
+from probe.store.schema import Sequence
+from probe.store.writer import DumpWriter
+
+
+class SequenceBook:
+    """Sequences known to one capture, by uid, with the prompt length that decides what PROMPTS_ONLY keeps."""
+
+    def __init__(self, writer: DumpWriter) -> None:
+        self._writer = writer
+        self._numbers: dict[str, int] = {}
+        self.sequences: list[Sequence] = []
+
+    def number(self, announced: Announced, *, length: int, request_id: str = "", weight_version: int = 0) -> int:
+        """Return the sequence's number in the file, registering it when it is new; its length only grows."""
+        if announced.uid not in self._numbers:
+            sequence = Sequence(
+                index=0,
+                uid=announced.uid,
+                request_id=request_id,
+                trajectory=announced.trajectory or announced.uid,
+                sample=announced.sample,
+                prompt_len=length if announced.prompt_len is None else announced.prompt_len,
+                weight_version=weight_version,
+            )
+            self._numbers[announced.uid] = self._writer.add_sequence(sequence)
+            self.sequences.append(sequence)
+        sequence = self.sequences[self._numbers[announced.uid]]
+        sequence.length = max(sequence.length, length)
+        return sequence.index

@@ -1,0 +1,104 @@
+"""What runs inside vLLM's worker process: named by ``worker_extension_cls``, reached by ``collective_rpc``.
+
+Importing this module, which vLLM does before it loads the model, makes the loader sketch every parameter just before
+the engine repacks its weights (afterwards fused linears are empty on a CPU and reordered elsewhere).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from probe.hooks.capture import Capture
+from probe.hooks.engines.sequences import SequenceBook
+from probe.hooks.engines.vllm import VllmAdapter
+from probe.hooks.weights import sketches
+from probe.store.schema import WeightSketch
+from probe.store.writer import DumpWriter
+
+log = logging.getLogger("probe")
+_loaded: dict[int, list[WeightSketch]] = {}
+
+
+def _sketch_before_repacking() -> None:
+    from vllm.model_executor.model_loader import base_loader
+
+    original = base_loader.process_weights_after_loading
+    if getattr(original, "sketches_first", False):
+        return
+
+    @functools.wraps(original)
+    def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _loaded[id(model)] = list(sketches(model))
+        return original(model, *args, **kwargs)
+
+    process_weights_after_loading.sketches_first = True  # type: ignore[attr-defined]
+    base_loader.process_weights_after_loading = process_weights_after_loading
+
+
+_sketch_before_repacking()
+
+
+class ProbeWorker:
+    """Methods mixed into a vLLM worker; every argument and result is plain JSON, so that any RPC can carry it."""
+
+    def probe_start(self, options: str) -> str:
+        """Start capturing into ``options['folder']/rank{R}.h5`` and return what the engine runs, as JSON."""
+        wanted = json.loads(options)
+        runner = self.model_runner  # type: ignore[attr-defined]
+        rank = self.rank  # type: ignore[attr-defined]
+        writer = DumpWriter(
+            Path(wanted["folder"]) / f"rank{rank}.h5", wanted["manifest"], block_bytes=wanted["block_bytes"]
+        )
+        model = runner.get_model() if hasattr(runner, "get_model") else runner.model
+        adapter = VllmAdapter(
+            SequenceBook(writer), runner, prompts_only=wanted["prompts_only"], prompt_lens=wanted["prompt_lens"]
+        )
+        self._probe = capture = Capture(writer, adapter)
+        for weight in _loaded.pop(id(model), []):
+            writer.add_weight(weight)
+        hooked = capture.attach(model)
+        self._probe_execute = runner.execute_model
+        runner.execute_model = _with_schedule(runner.execute_model, adapter)
+        return json.dumps({"rank": rank, "hooked": hooked, "backends": _backends(runner)})
+
+    def probe_stop(self) -> str:
+        """Stop capturing, complete the file, and return counts as JSON."""
+        capture = self._probe
+        self.model_runner.execute_model = self._probe_execute  # type: ignore[attr-defined]
+        capture.detach()
+        path = capture.writer.close()
+        unknown = capture.adapter.logits_rows_unknown  # type: ignore[attr-defined]
+        counts = {"calls": capture.calls, "fired": len(capture.fired), "rows": capture.writer.tensor_rows}
+        return json.dumps({"path": str(path), "logits_rows_unknown": unknown, **counts})
+
+
+def _with_schedule(execute_model: Any, adapter: VllmAdapter) -> Any:
+    """Wrap ``execute_model`` so that the adapter knows which requests a pass serves, and none outside it."""
+
+    @functools.wraps(execute_model)
+    def wrapped(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        adapter.scheduled = dict(scheduler_output.num_scheduled_tokens)
+        try:
+            return execute_model(scheduler_output, *args, **kwargs)
+        finally:
+            adapter.scheduled = None
+
+    return wrapped
+
+
+def _backends(runner: Any) -> dict[str, Any]:
+    """Return the names of the kernels in use, for the report."""
+    groups = getattr(runner, "attn_groups", None) or []
+    names = sorted({g.backend.get_name() for group in groups for g in group if hasattr(g, "backend")})
+    return {
+        "attention": ", ".join(names) or None,
+        "kv_cache": str(getattr(runner, "kv_cache_dtype", "")) or None,
+        "moe": None,
+        "quantization": getattr(getattr(runner, "model_config", None), "quantization", None),
+    }

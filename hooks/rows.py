@@ -1,0 +1,104 @@
+"""Which sequence, position and token each row of a call is, and where rows lie in a tensor of that call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from probe.errors import CaptureError
+from probe.store.schema import ROW, RowSegment
+
+LAYOUTS = ("bs", "sb", "flat")
+"""bs: [batch, position, ...]; sb: [position, batch, ...] (Megatron); flat: [batch * position, ...] (vLLM, packed)."""
+
+
+@dataclass
+class CallRows:
+    """The rows of one forward call as a grid [batch, position] of :data:`probe.store.schema.ROW`.
+
+    ``sequence`` is -1 where a cell is padding. ``keep`` says which rows are stored (all real ones by default).
+    A call of packed or concatenated tokens is a grid of one batch row.
+    """
+
+    grid: np.ndarray
+    call: int
+    layouts: tuple[str, ...] = LAYOUTS
+    keep: np.ndarray | None = None
+    segment: RowSegment = field(init=False)
+    whole: RowSegment = field(init=False)
+
+    def __post_init__(self) -> None:
+        keep = self.grid["sequence"] >= 0
+        if self.keep is not None:
+            keep &= self.keep
+        self.grid["call"] = self.call
+        self._batch, self._position = (torch.from_numpy(axis) for axis in np.nonzero(keep))
+        self._flat = self._batch * self.grid.shape[1] + self._position
+        self.segment = RowSegment(self.grid[keep])
+        self.whole = RowSegment(np.array([(-1, -1, -1, self.call)], ROW))
+        self._on_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def layout_of(self, shape: torch.Size | tuple[int, ...], preferred: tuple[str, ...] = ()) -> str | None:
+        """Return where rows lie in a tensor of ``shape``, or None when no axis runs along this call's tokens."""
+        batch, length = self.grid.shape
+        for layout in (*preferred, *self.layouts):
+            expected = {"bs": (batch, length), "sb": (length, batch), "flat": (batch * length,)}[layout]
+            if tuple(shape[: len(expected)]) == expected:
+                return layout
+        return None
+
+    def gather(self, tensor: torch.Tensor, layout: str) -> torch.Tensor:
+        """Return the stored rows of ``tensor`` as a new tensor [rows, *features], without padding."""
+        batch, position, flat = self._indices(tensor.device)
+        if layout == "bs":
+            return tensor[batch, position]
+        if layout == "sb":
+            return tensor[position, batch]
+        return tensor[flat]
+
+    def subset(self, flat_rows: np.ndarray) -> tuple[np.ndarray, RowSegment]:
+        """Return, for a tensor that holds only some rows of the call, which of them are stored and as which rows.
+
+        ``flat_rows`` are row numbers in the flattened grid, one per row of the tensor.
+        """
+        stored = np.isin(flat_rows, self._flat.numpy())
+        return np.nonzero(stored)[0], RowSegment(self.grid.reshape(-1)[flat_rows[stored]])
+
+    def _indices(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if device not in self._on_device:
+            indices = (self._batch, self._position, self._flat)
+            self._on_device[device] = (
+                indices
+                if device.type == "cpu"
+                else (indices[0].to(device), indices[1].to(device), indices[2].to(device))
+            )
+        return self._on_device[device]
+
+
+def grid_of(sequence: np.ndarray, position: np.ndarray, token: np.ndarray) -> np.ndarray:
+    """Return a row grid from three arrays of one shape [batch, position] (sequence -1 marks padding)."""
+    if not sequence.shape == position.shape == token.shape:
+        raise CaptureError(f"row grids disagree: {sequence.shape}, {position.shape}, {token.shape}")
+    grid = np.zeros(sequence.shape, ROW)
+    grid["sequence"], grid["position"], grid["token"] = sequence, position, token
+    padding = sequence < 0
+    grid["position"][padding] = -1
+    grid["token"][padding] = -1
+    return grid
+
+
+@dataclass
+class Announced:
+    """What the caller knows about one sequence of the next call: identity, prompt length, real length, first position.
+
+    ``prompt_len`` None means unknown; ``length`` None means every cell of the batch row is real.
+    """
+
+    uid: str
+    prompt_len: int | None = None
+    length: int | None = None
+    sample: int = 0
+    trajectory: str = ""
+    start: int = 0

@@ -1,0 +1,118 @@
+"""Read prompts: text lines, or JSON lines with text, chat messages or token ids."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from probe.errors import PromptsError
+
+TEXT_KEYS = ("text", "prompt")
+TOKEN_KEYS = ("token_ids", "prompt_token_ids", "tokens")
+
+
+@dataclass
+class Prompt:
+    """One prompt: exactly one of ``text``, ``messages`` and ``tokens`` is set until :func:`tokenize` fills tokens."""
+
+    uid: str
+    text: str | None = None
+    messages: list[dict[str, str]] | None = None
+    tokens: list[int] = field(default_factory=list)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read a ``.txt`` file (one prompt a line) or a ``.jsonl`` file; raise PromptsError that numbers a bad line."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise PromptsError(f"there is no prompts file {path}", "give a .txt or .jsonl file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptsError(f"the prompts file {path} cannot be read ({error})", "give a UTF-8 .txt or .jsonl") from None
+    as_json = Path(path).suffix in (".jsonl", ".json")
+    prompts: list[Prompt] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"{path} line {number}"
+            uid = f"p{len(prompts):04d}"
+            prompts.append(_parse(line, where, uid) if as_json else Prompt(uid, text=line))
+    if not prompts:
+        raise PromptsError(f"the prompts file {path} holds no prompt", "write one prompt a line")
+    twice = {p.uid for p in prompts if sum(q.uid == p.uid for q in prompts) > 1}
+    if twice:
+        raise PromptsError(f"{path} uses the id {sorted(twice)[0]!r} more than once", "give each prompt its own id")
+    return prompts
+
+
+def _parse(line: str, where: str, uid: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise PromptsError(f"{where} is not valid JSON ({error})", "write one JSON object a line") from None
+    if isinstance(record, str):
+        return Prompt(uid, text=record)
+    if not isinstance(record, dict):
+        raise PromptsError(f"{where} holds {type(record).__name__}, not an object", "write one JSON object a line")
+    uid = str(record.get("uid", record.get("id", uid)))
+    for key in TEXT_KEYS:
+        if isinstance(record.get(key), str) and record[key]:
+            return Prompt(uid, text=record[key])
+    for key in TOKEN_KEYS:
+        if key in record:
+            return Prompt(uid, tokens=_token_ids(record[key], where, key))
+    if "messages" in record:
+        return Prompt(uid, messages=_messages(record["messages"], where))
+    raise PromptsError(f"{where} has none of 'text', 'messages' and 'token_ids'", "add one of them")
+
+
+def _token_ids(value: Any, where: str, key: str) -> list[int]:
+    whole = isinstance(value, list) and value and all(type(t) is int and t >= 0 for t in value)
+    if not whole:
+        raise PromptsError(f"{where}: {key!r} is not a list of token ids", "use a non-empty list of whole numbers >= 0")
+    return value
+
+
+def _messages(value: Any, where: str) -> list[dict[str, str]]:
+    turns = value if isinstance(value, list) else []
+    if not turns or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in turns):
+        raise PromptsError(f"{where}: 'messages' is not a chat", 'use [{"role": "user", "content": "..."}]')
+    return turns
+
+
+def tokenize(prompts: list[Prompt], model: Path, vocab_size: int) -> None:
+    """Fill the token ids of every prompt with the model's own tokenizer and check them against its vocabulary."""
+    waiting = [prompt for prompt in prompts if not prompt.tokens]
+    tokenizer = load_tokenizer(model) if waiting else None
+    for prompt in waiting:
+        assert tokenizer is not None
+        if prompt.messages is not None:
+            if not getattr(tokenizer, "chat_template", None):
+                raise PromptsError(
+                    f"prompt {prompt.uid} is a chat but {model} has no chat template", "give text instead"
+                )
+            text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
+            prompt.tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        else:
+            prompt.tokens = list(tokenizer(prompt.text)["input_ids"])
+    for prompt in prompts:
+        if not prompt.tokens:
+            raise PromptsError(f"prompt {prompt.uid} becomes no token at all", "give it some text")
+        highest = max(prompt.tokens)
+        if highest >= vocab_size:
+            raise PromptsError(
+                f"prompt {prompt.uid} holds token {highest}, but the vocabulary of {model} has {vocab_size}",
+                "use ids of this model's tokenizer",
+            )
+
+
+def load_tokenizer(model: Path) -> Any:
+    """Return the tokenizer saved with a checkpoint, or raise PromptsError."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise PromptsError(f"{model} has no usable tokenizer ({reason})", "give prompts as token_ids") from None

@@ -1,0 +1,68 @@
+"""The driver's file of a dump: identity, token ids and log-probs of every sequence, beside the workers' tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from probe.hooks.runners.job import DumpJob, Engine, TokenSequence, step_folder
+from probe.metrics import logprobs_from_logits
+from probe.store.reader import Dump, open_dump
+from probe.store.schema import TOKEN, Sequence
+from probe.store.writer import DumpWriter
+
+
+def write_tokens(job: DumpJob, manifest: dict[str, Any], done: list[TokenSequence], engine: Engine) -> None:
+    """Write ``driver.h5`` once the workers' files are complete."""
+    with open_dump(job.output) as dump:
+        recomputed = recompute_logprobs(dump, engine.logits, done)
+    writer = DumpWriter(step_folder(job) / "driver.h5", manifest)
+    for entry in done:
+        number = writer.add_sequence(
+            Sequence(
+                index=0,
+                uid=entry.uid,
+                request_id=entry.request_id,
+                trajectory=entry.trajectory or entry.uid,
+                sample=entry.sample,
+                prompt_len=entry.prompt_len,
+                length=len(entry.tokens),
+                tokens=np.array(entry.tokens, np.int64),
+            )
+        )
+        writer.add_tokens(_token_rows(number, entry, recomputed[entry.uid]))
+    writer.close()
+
+
+def recompute_logprobs(dump: Dump, logits: tuple[str, str], done: list[TokenSequence]) -> dict[str, np.ndarray]:
+    """Return, per uid, the log-prob of each token from the dumped logits (float64 [length], NaN where there are none).
+
+    The log-prob of the token at position p comes from row p - 1; columns beyond the vocabulary are padding.
+    """
+    found = {entry.uid: np.full(len(entry.tokens), np.nan) for entry in done}
+    if logits not in dump.tensors:
+        return found
+    vocab_size = int(dump.manifest["layout"]["vocab_size"]) if "layout" in dump.manifest else None
+    entries = {key: entry for entry in done for key in (entry.uid, entry.request_id) if key}
+    ids = {entry.uid: np.array([*entry.tokens, -1]) for entry in done}
+    for values, rows in dump.iter_blocks(*logits):
+        for number in np.unique(rows["sequence"]):
+            sequence = dump.sequences[number]
+            entry = entries.get(sequence.uid) or entries.get(sequence.request_id.rpartition("-")[0])
+            if entry is None:
+                continue
+            mine = np.nonzero((rows["sequence"] == number) & (rows["position"] < len(entry.tokens) - 1))[0]
+            positions = rows["position"][mine] + 1
+            scored = logprobs_from_logits(values[mine][:, :vocab_size], ids[entry.uid][positions])
+            found[entry.uid][positions] = scored
+    return found
+
+
+def _token_rows(number: int, entry: TokenSequence, recomputed: np.ndarray | None) -> np.ndarray:
+    rows = np.zeros(len(entry.tokens), TOKEN)
+    rows["sequence"], rows["position"], rows["token"] = number, np.arange(len(rows)), entry.tokens
+    rows["response"] = rows["position"] >= entry.prompt_len
+    rows["logprob"] = np.nan if entry.logprobs is None else entry.logprobs
+    rows["logprob_recomputed"] = np.nan if recomputed is None else recomputed
+    return rows

