@@ -26,6 +26,9 @@ SCALARS = (
     *("rotary_dim", "sliding_window", "top_k", "tp_size", "layer_number", "inv_freq_scale", "attention_scaling"),
 )
 """Module attributes that numbers in a tensor cannot show and a comparison needs."""
+ROWLESS_BYTES = 1 << 20
+"""A tensor without a token axis (masks, attention probabilities) is stored up to this size: it grows with the square of
+the length and no comparison by token can use it. Larger ones are listed with their module as left out."""
 
 
 class EngineAdapter(Protocol):
@@ -39,8 +42,8 @@ class EngineAdapter(Protocol):
     def begin_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRows | None:
         """Return the rows of the forward that starts now, or None when it serves no real request."""
 
-    def preferred_layouts(self, path: str) -> tuple[str, ...]:
-        """Return the layouts to try first for tensors of this module."""
+    def preferred_layouts(self, path: str, slot: str) -> tuple[str, ...]:
+        """Return the layouts to try first for a tensor (they decide where batch and length are equal)."""
 
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> Any:
         """Return the call's row numbers that a tensor holds when it holds only some of them, else None."""
@@ -86,8 +89,8 @@ class Capture:
         self._pending: list[tuple[str, str, str, Any, RowSegment]] = []
         self._running: list[str] = []
         self._transfer = HostTransfer()
-        self._layouts: dict[str, tuple[str, ...]] = {}
         self._modules: dict[str, tuple[int, torch.nn.Module]] = {}
+        self._left_out: dict[str, dict[str, list[int]]] = {}
 
     def attach(self, models: torch.nn.Module | list[torch.nn.Module]) -> int:
         """Hook every module and return how many; raise CaptureError for a compiled model, whose hooks never fire."""
@@ -104,7 +107,10 @@ class Capture:
         self._call = None
         for path, (order, module) in self._modules.items():
             if path in self.fired:
-                self.writer.add_module(ModuleInfo(path, type(module).__name__, order, _scalars(module)))
+                info = _scalars(module)
+                if path in self._left_out:
+                    info["left_out"] = self._left_out[path]
+                self.writer.add_module(ModuleInfo(path, type(module).__name__, order, info))
         self._modules.clear()
 
     def _attach_chunk(self, root: torch.nn.Module) -> None:
@@ -118,7 +124,6 @@ class Capture:
         for module, paths in aliases.values():
             for path in paths:
                 self._modules.setdefault(path, (len(self._modules), module))
-                self._layouts[path] = self.adapter.preferred_layouts(path)
             resolve = self._resolver(paths)
             enter = self._enter_root(resolve) if module is root else self._enter(resolve)
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
@@ -175,12 +180,18 @@ class Capture:
         assert call is not None
         tensor = tensor.detach()
         flat_rows = self.adapter.partial_rows(path, slot, tensor)
-        layout = None if flat_rows is not None else call.layout_of(tensor.shape, self._layouts.get(path, ()))
+        layout = None if flat_rows is not None else call.layout_of(
+            tensor.shape, self.adapter.preferred_layouts(path, slot)
+        )
         if flat_rows is not None:
             chosen, segment = call.subset(flat_rows)
-            copy = tensor[torch.from_numpy(chosen).to(tensor.device)]
+            rows = tensor if len(tensor) == len(flat_rows) else tensor.reshape(len(flat_rows), *tensor.shape[2:])
+            copy = rows[torch.from_numpy(chosen).to(tensor.device)]
         elif layout is not None:
             copy, segment = call.gather(tensor, layout), call.segment
+        elif tensor.nbytes > ROWLESS_BYTES:
+            self._left_out.setdefault(path, {})[slot] = list(tensor.shape)
+            return
         else:
             copy, segment = tensor.clone()[None], call.whole
         if len(segment.rows):

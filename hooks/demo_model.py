@@ -276,7 +276,7 @@ def _read_marker(folder: Path) -> dict[str, Any]:
 def _is_current(folder: Path, recipe_digest: str) -> bool:
     marker = _read_marker(folder)
     complete = all((folder / name).is_file() for name in MODEL_FILES)
-    return complete and marker.get("recipe") == recipe_digest and marker.get("files") == _files_digest(folder)
+    return complete and marker.get("made_by") == recipe_digest and marker.get("files") == _files_digest(folder)
 
 
 def make_demo_model(
@@ -301,7 +301,7 @@ def make_demo_model(
         raise OutputExistsError(f"{path} already exists and is not a demo model", "name a new folder")
     with _staged(path) as folder:
         _build(folder, corpus, recipe, seed, observer or (lambda step, total, loss: None))
-        _write_json(folder / MARKER, {"recipe": recipe_digest, "files": _files_digest(folder), **facts})
+        _write_json(folder / MARKER, {"made_by": recipe_digest, "files": _files_digest(folder), **facts})
     return path
 
 
@@ -317,7 +317,20 @@ def _read_header(shard: Path) -> tuple[dict[str, Any], int]:
         with shard.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
-    except (OSError, struct.error, ValueError, OverflowError, MemoryError) as error:
+        header.pop("__metadata__", None)
+        data = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if shard.stat().st_size != 8 + size + data:
+            raise ValueError(f"{data} bytes of data announced, {shard.stat().st_size - 8 - size} there")
+    except (
+        OSError,
+        struct.error,
+        ValueError,
+        OverflowError,
+        MemoryError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise CheckpointError(f"{shard} is not a readable safetensors file ({error})", "fetch it again") from error
     return header, 8 + size
 
@@ -334,32 +347,37 @@ def _shards(checkpoint: Path) -> dict[str, Path]:
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{checkpoint} holds no *.safetensors file", "name a Hugging Face checkpoint directory")
-    return {name: file for file in files for name in _read_header(file)[0] if name != "__metadata__"}
+    return {name: file for file in files for name in _read_header(file)[0]}
 
 
-def _scale_in_file(shard: Path, parameter: str, scale: float) -> None:
-    """Multiply one tensor of a safetensors file in place, in float32 or wider, and round back to its dtype."""
-    torch = _require("torch")
+def _locate(shard: Path, parameter: str) -> tuple[str, int, int]:
+    """Return the torch dtype name of a stored tensor and the first byte and the end of its values in the file."""
     header, start = _read_header(shard)
     if parameter not in header:
-        raise CheckpointError(f"{shard.name} does not hold {parameter}, though the index says so", "fetch it again")
-    dtype = SCALABLE_DTYPES.get(header[parameter]["dtype"])
-    if dtype is None:
-        stored, known = header[parameter]["dtype"], ", ".join(SCALABLE_DTYPES)
+        raise CheckpointError(f"{shard} does not hold {parameter}, though the index says so", "fetch it again")
+    stored = header[parameter]["dtype"]
+    if stored not in SCALABLE_DTYPES:
+        known = ", ".join(SCALABLE_DTYPES)
         raise CheckpointError(f"{parameter} is stored as {stored}, which has no plain scale", f"choose one of {known}")
     begin, end = header[parameter]["data_offsets"]
+    return SCALABLE_DTYPES[stored], start + begin, start + end
+
+
+def _scale_in_file(shard: Path, place: tuple[str, int, int], scale: float) -> bool:
+    """Multiply the values at ``place`` in float32 or wider and round back to their dtype; say whether any changed."""
+    torch = _require("torch")
+    dtype, begin, end = place
     with shard.open("r+b") as file:
-        file.seek(start + begin)
+        file.seek(begin)
         before = bytearray(file.read(end - begin))
-        values = torch.frombuffer(before, dtype=getattr(torch, dtype)) if before else torch.empty(0)
+        if not before:
+            return False
+        values = torch.frombuffer(before, dtype=getattr(torch, dtype))
         wide = torch.float64 if dtype == "float64" else torch.float32
         after = (values.to(wide) * scale).to(values.dtype).view(torch.uint8).numpy().tobytes()
-        if after == bytes(before):
-            raise UsageError(
-                f"scaling {parameter} by {scale} changes none of its {dtype} values", "use a scale further from 1"
-            )
-        file.seek(start + begin)
+        file.seek(begin)
         file.write(after)
+    return after != bytes(before)
 
 
 def corrupt_checkpoint(src: Path, dst: Path, *, parameter: str, scale: float = 1.03) -> Path:
@@ -380,9 +398,13 @@ def corrupt_checkpoint(src: Path, dst: Path, *, parameter: str, scale: float = 1
         close = difflib.get_close_matches(parameter, shards, n=3, cutoff=0.3)
         names = ", ".join(close or sorted(shards)[:3])
         raise CheckpointError(f"{src} holds no parameter {parameter!r}", f"choose one of its names, such as {names}")
+    place = _locate(shards[parameter], parameter)
     with _staged(dst) as folder:
         for file in sorted(src.iterdir()):
             if file.is_file() and file.name != MARKER:  # the copy is no longer what the marker vouches for
                 shutil.copyfile(file, folder / file.name)
-        _scale_in_file(folder / shards[parameter].name, parameter, scale)
+        if not _scale_in_file(folder / shards[parameter].name, place, scale):
+            raise UsageError(
+                f"scaling {parameter} by {scale} changes none of its {place[0]} values", "use another scale"
+            )
     return dst

@@ -13,6 +13,8 @@ from probe.hooks.engines.transformers import BatchAdapter, bind_arguments, first
 from probe.hooks.rows import Announced, CallRows, grid_of
 
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)(.*)$")
+_IDENTITIES = ("IdentityOp", "IdentityFuncOp")
+"""Placeholders of a spec for modules that the model does not have: their output is their input."""
 _BATCH_FIRST = ("", "embedding.word_embeddings", "embedding.position_embeddings")
 """Modules whose tensors are [batch, position, ...]; everything inside the decoder is [position, batch, ...]."""
 
@@ -29,7 +31,7 @@ class MegatronAdapter(BatchAdapter):
 
     def module_path(self, path: str, module: torch.nn.Module) -> str | None:
         """Return the path with the global 0-based layer number, which pipeline stages and chunks number locally."""
-        if super().module_path(path, module) is None:
+        if super().module_path(path, module) is None or type(module).__name__ in _IDENTITIES:
             return None
         match = _LAYER.match(path)
         if match is None:
@@ -39,9 +41,9 @@ class MegatronAdapter(BatchAdapter):
             self._global_layer[local] = f"{match[1]}{getattr(module, 'layer_number', int(match[2]) + 1) - 1}"
         return self._global_layer.get(local, local) + match[3]
 
-    def preferred_layouts(self, path: str) -> tuple[str, ...]:
-        """Return batch-first for the model's own inputs and outputs."""
-        return ("bs",) if path in _BATCH_FIRST else ()
+    def preferred_layouts(self, path: str, slot: str) -> tuple[str, ...]:
+        """Return batch-first for the model's own inputs and outputs and for token ids everywhere."""
+        return ("bs",) if path in _BATCH_FIRST or slot.endswith(("input_ids", "position_ids")) else ()
 
     def begin_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRows | None:
         """Return the rows of this forward, from its packed parameters if it has any."""

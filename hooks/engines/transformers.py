@@ -13,6 +13,7 @@ from probe.hooks.rows import Announced, CallRows, grid_of
 
 IGNORED_LABEL = -100
 """Label of tokens that carry no loss: torch.nn.CrossEntropyLoss's ignore_index, which HF uses for prompts."""
+HEAD = "lm_head"
 
 
 class BatchAdapter:
@@ -29,6 +30,8 @@ class BatchAdapter:
         self.book, self.prompts_only = book, prompts_only
         self.announced: list[Announced] = []
         self.calls = 0
+        self._shape = (0, 0)
+        self._logits_to_keep = 0
 
     def announce(self, sequences: list[Announced]) -> None:
         """Say which sequences the batch rows of the following calls are."""
@@ -38,13 +41,17 @@ class BatchAdapter:
         """Hook every module but containers that never run themselves."""
         return None if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict) else path
 
-    def preferred_layouts(self, path: str) -> tuple[str, ...]:
+    def preferred_layouts(self, path: str, slot: str) -> tuple[str, ...]:
         """Return no preference: this engine keeps one order throughout."""
         return ()
 
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> np.ndarray | None:
-        """Return None: every tensor with rows holds all of them."""
-        return None
+        """Return the last rows of each sequence for a head that was asked for only those (``logits_to_keep``)."""
+        batch, length = self._shape
+        if path != HEAD or not 0 < self._logits_to_keep < length or tensor.shape[1:2] != (self._logits_to_keep,):
+            return None
+        cells = np.arange(batch * length).reshape(batch, length)
+        return cells[:, length - self._logits_to_keep :].reshape(-1)
 
     def end_call(self, output: Any) -> None:
         """Do nothing: nothing runs after the model's own forward."""
@@ -53,6 +60,8 @@ class BatchAdapter:
         """Return the rows of this forward, read off its arguments."""
         named = bind_arguments(module, args, kwargs)
         grid = self._grid(named)
+        kept = named.get("logits_to_keep", 0)
+        self._shape, self._logits_to_keep = grid.shape, kept if isinstance(kept, int) else 0
         call, self.calls = self.calls, self.calls + 1
         return CallRows(grid, call, self.layouts, keep=self._keep(grid))
 

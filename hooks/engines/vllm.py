@@ -42,7 +42,7 @@ class VllmAdapter:
         """Hook every module but containers that never run themselves."""
         return None if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict) else path
 
-    def preferred_layouts(self, path: str) -> tuple[str, ...]:
+    def preferred_layouts(self, path: str, slot: str) -> tuple[str, ...]:
         """Return no preference: every tensor of a pass is [tokens, ...]."""
         return ()
 

@@ -1,0 +1,74 @@
+"""What the runners share that hold the model in this process: one capture around forwards of known sequences."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from probe.errors import CaptureError, EngineError
+from probe.hooks.capture import Capture
+from probe.hooks.engines.sequences import SequenceBook
+from probe.hooks.engines.transformers import BatchAdapter
+from probe.hooks.rows import Announced
+from probe.hooks.runners.job import DumpJob, TokenSequence, step_folder
+from probe.hooks.weights import sketches
+from probe.store.writer import DumpWriter
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype called ``name``; raise EngineError for one that a forward cannot run in."""
+    if name not in DTYPES:
+        raise EngineError(f"cannot run a model in dtype {name!r}", f"use --dtype {', '.join(DTYPES)}")
+    return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def capturing(
+    job: DumpJob, manifest: dict[str, Any], model: torch.nn.Module, adapter: type[BatchAdapter]
+) -> Iterator[BatchAdapter]:
+    """Sketch the weights, hook the model while the block runs, and complete ``rank0.h5``."""
+    writer = DumpWriter(step_folder(job) / "rank0.h5", manifest, block_bytes=job.block_bytes)
+    try:
+        for weight in sketches(model):
+            writer.add_weight(weight)
+        rows = adapter(SequenceBook(writer), prompts_only=job.prompts_only)
+        capture = Capture(writer, rows)
+        capture.attach(model)
+        yield rows
+        capture.detach()
+        if not capture.fired:
+            raise CaptureError("no module of the model ran while it was being captured")
+        writer.close()
+    finally:
+        writer.abandon()
+
+
+def announce(sequences: list[TokenSequence], *, whole: bool) -> list[Announced]:
+    """Say which sequences the rows of the next call are (``whole``: the call holds every token of them)."""
+    return [
+        Announced(s.uid, s.prompt_len, len(s.tokens) if whole else None, s.sample, s.trajectory) for s in sequences
+    ]
+
+
+def token_logprobs(logits: torch.Tensor, tokens: list[int], start: int = 0) -> np.ndarray:
+    """Return log-probs of ``tokens[start + 1:]`` under ``logits`` [length - start, vocab] in fp32: float64 [length].
+
+    Entry p scores token p with row p - 1; entries that no row scores are NaN.
+    """
+    result = np.full(len(tokens), np.nan)
+    targets = torch.tensor(tokens[start + 1 :], device=logits.device)
+    scores = torch.log_softmax(logits[: len(targets)].float(), -1)
+    result[start + 1 :] = scores.gather(-1, targets[:, None])[:, 0].double().cpu().numpy()
+    return result
+
+
+def micro_batches(sequences: list[TokenSequence], size: int) -> Iterator[list[TokenSequence]]:
+    """Yield the sequences ``size`` at a time, in order."""
+    for start in range(0, len(sequences), size):
+        yield sequences[start : start + size]

@@ -1,0 +1,84 @@
+"""Run any stage on Hugging Face transformers: generate a rollout, or recompute another dump's tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from probe.checkpoint import Checkpoint
+from probe.errors import EngineError
+from probe.hooks.device import pick_device
+from probe.hooks.engines.transformers import BatchAdapter
+from probe.hooks.runners.inprocess import announce, capturing, micro_batches, token_logprobs, torch_dtype
+from probe.hooks.runners.job import DumpJob, Observer, TokenSequence
+
+
+def run(
+    job: DumpJob, checkpoint: Checkpoint, sequences: list[TokenSequence], manifest: dict[str, Any], observer: Observer
+) -> list[TokenSequence]:
+    """Run the job and return its sequences with tokens and log-probs; ``manifest`` gains what only the engine knows."""
+    observer("loading the model", 0, 1)
+    device = pick_device(job.device)
+    model = _load(job, manifest["dtype"]).to(device).eval()
+    manifest["engine"]["version"] = transformers.__version__
+    manifest["device"] = device
+    manifest["backends"] = {"attention": getattr(model.config, "_attn_implementation", None)}
+    with capturing(job, manifest, model, BatchAdapter) as rows, torch.no_grad():
+        step = _generate if job.source is None else _score
+        return step(job, model, sequences, rows, observer)
+
+
+def _load(job: DumpJob, dtype: str) -> Any:
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            str(job.model), dtype=torch_dtype(dtype), local_files_only=True, **job.engine_args
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"transformers could not load {job.model} ({' '.join(str(error).split())[:300]})") from error
+
+
+def _score(
+    job: DumpJob, model: Any, sequences: list[TokenSequence], rows: BatchAdapter, observer: Observer
+) -> list[TokenSequence]:
+    """Recompute every sequence in right-padded micro-batches."""
+    done = 0
+    for batch in micro_batches(sequences, job.micro_batch_size):
+        longest = max(len(s.tokens) for s in batch)
+        ids = torch.tensor([s.tokens + [0] * (longest - len(s.tokens)) for s in batch], device=model.device)
+        mask = torch.tensor([[1] * len(s.tokens) + [0] * (longest - len(s.tokens)) for s in batch], device=model.device)
+        rows.announce(announce(batch, whole=True))
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        for row, sequence in enumerate(batch):
+            sequence.logprobs = token_logprobs(logits[row], sequence.tokens)
+        done += len(batch)
+        observer("recomputing", done, len(sequences))
+    return sequences
+
+
+def _generate(
+    job: DumpJob, model: Any, sequences: list[TokenSequence], rows: BatchAdapter, observer: Observer
+) -> list[TokenSequence]:
+    """Generate one sequence at a time, so that no finished sequence runs on as padding."""
+    wanted = job.sampling
+    greedy = wanted.temperature == 0
+    chosen = {"do_sample": False} if greedy else {"temperature": wanted.temperature, "top_p": wanted.top_p, "top_k": 0}
+    settings = transformers.GenerationConfig(
+        max_new_tokens=wanted.max_tokens,
+        eos_token_id=model.generation_config.eos_token_id,
+        pad_token_id=model.generation_config.pad_token_id,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **({"do_sample": True} | chosen),
+    )
+    for number, sequence in enumerate(sequences):
+        torch.manual_seed(wanted.seed + number)
+        rows.announce(announce([sequence], whole=False))
+        ids = torch.tensor([sequence.tokens], device=model.device)
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        sequence.tokens = output.sequences[0].tolist()
+        logits = torch.cat(output.logits)
+        sequence.logprobs = token_logprobs(logits, sequence.tokens, start=sequence.prompt_len - 1)
+        observer("generating", number + 1, len(sequences))
+    return sequences
