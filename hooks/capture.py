@@ -15,6 +15,7 @@ import torch
 from probe.errors import CaptureError
 from probe.hooks.device import HostTransfer, dtype_name
 from probe.hooks.rows import CallRows
+from probe.settings import Settings
 from probe.store.schema import ModuleInfo, RowSegment
 from probe.store.writer import DumpWriter
 
@@ -80,8 +81,9 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 class Capture:
     """Hooks on one model (or list of model chunks) that feed one :class:`DumpWriter`."""
 
-    def __init__(self, writer: DumpWriter, adapter: EngineAdapter) -> None:
+    def __init__(self, writer: DumpWriter, adapter: EngineAdapter, settings: Settings | None = None) -> None:
         self.writer, self.adapter = writer, adapter
+        self.settings = settings or Settings()
         self.calls = 0
         self.fired: set[str] = set()
         self._call: CallRows | None = None
@@ -112,6 +114,11 @@ class Capture:
                     info["left_out"] = self._left_out[path]
                 self.writer.add_module(ModuleInfo(path, type(module).__name__, order, info))
         self._modules.clear()
+
+    def store(self, path: str, slot: str, tensor: torch.Tensor) -> None:
+        """Store a tensor that no hook sees, with the rows of the running call."""
+        if self._call is not None:
+            self._record(path, slot, tensor)
 
     def _attach_chunk(self, root: torch.nn.Module) -> None:
         if type(root).__name__ == "OptimizedModule" or getattr(root, "_compiled_call_impl", None) is not None:
@@ -178,14 +185,16 @@ class Capture:
     def _record(self, path: str, slot: str, tensor: torch.Tensor) -> None:
         call = self._call
         assert call is not None
+        if not self.settings.wants(path, slot):
+            return
         tensor = tensor.detach()
         flat_rows = self.adapter.partial_rows(path, slot, tensor)
-        layout = None if flat_rows is not None else call.layout_of(
-            tensor.shape, self.adapter.preferred_layouts(path, slot)
+        layout = (
+            None if flat_rows is not None else call.layout_of(tensor.shape, self.adapter.preferred_layouts(path, slot))
         )
         if flat_rows is not None:
             chosen, segment = call.subset(flat_rows)
-            rows = tensor if len(tensor) == len(flat_rows) else tensor.reshape(len(flat_rows), *tensor.shape[2:])
+            rows = tensor.reshape(len(flat_rows), tensor.shape[-1])
             copy = rows[torch.from_numpy(chosen).to(tensor.device)]
         elif layout is not None:
             copy, segment = call.gather(tensor, layout), call.segment

@@ -53,7 +53,11 @@ def ulp_distance(x: np.ndarray, y: np.ndarray, dtype: str) -> np.ndarray:
     return np.abs(left - right)
 
 
-_VIEWS = {"float64": (np.float64, np.int64), "float32": (np.float32, np.int32), "float16": (np.float16, np.int16)}
+_VIEWS: dict[str, tuple[type[np.floating], type[np.signedinteger]]] = {
+    "float64": (np.float64, np.int64),
+    "float32": (np.float32, np.int32),
+    "float16": (np.float16, np.int16),
+}
 
 
 def _ordinals(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -24,6 +24,7 @@ class MegatronAdapter(BatchAdapter):
 
     name = "megatron"
     layouts = ("sb", "bs", "flat")
+    logits = ("output_layer", "output.0")
 
     def __init__(self, book: SequenceBook, *, prompts_only: bool = False) -> None:
         super().__init__(book, prompts_only=prompts_only)
@@ -51,9 +52,7 @@ class MegatronAdapter(BatchAdapter):
         packed = named.get("packed_seq_params")
         if packed is None:
             return super().begin_call(module, args, kwargs)
-        call, self.calls = self.calls, self.calls + 1
-        grid = self._packed_grid(named, packed)
-        return CallRows(grid, call, self.layouts, keep=self._keep(grid))
+        return self.rows_of_call(self._packed_grid(named, packed))
 
     def _packed_grid(self, named: dict[str, Any], packed: Any) -> np.ndarray:
         ids = first_tensor(named, "input_ids")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from probe.hooks.engines.base import EngineRows
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.rows import Announced, CallRows, grid_of
 
@@ -16,7 +17,7 @@ IGNORED_LABEL = -100
 HEAD = "lm_head"
 
 
-class BatchAdapter:
+class BatchAdapter(EngineRows):
     """Rows of models that take one batch [batch, position] per call, padded on either side.
 
     The caller may announce the sequences of the next call; else each batch row is a new sequence whose padding comes
@@ -24,26 +25,17 @@ class BatchAdapter:
     """
 
     name = "transformers"
-    layouts: tuple[str, ...] = ("bs", "flat", "sb")
 
     def __init__(self, book: SequenceBook, *, prompts_only: bool = False) -> None:
-        self.book, self.prompts_only = book, prompts_only
+        super().__init__(book, prompts_only=prompts_only)
         self.announced: list[Announced] = []
-        self.calls = 0
+        self._last: list[Announced] = []
         self._shape = (0, 0)
         self._logits_to_keep = 0
 
     def announce(self, sequences: list[Announced]) -> None:
         """Say which sequences the batch rows of the following calls are."""
         self.announced = list(sequences)
-
-    def module_path(self, path: str, module: torch.nn.Module) -> str | None:
-        """Hook every module but containers that never run themselves."""
-        return None if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict) else path
-
-    def preferred_layouts(self, path: str, slot: str) -> tuple[str, ...]:
-        """Return no preference: this engine keeps one order throughout."""
-        return ()
 
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> np.ndarray | None:
         """Return the last rows of each sequence for a head that was asked for only those (``logits_to_keep``)."""
@@ -53,23 +45,13 @@ class BatchAdapter:
         cells = np.arange(batch * length).reshape(batch, length)
         return cells[:, length - self._logits_to_keep :].reshape(-1)
 
-    def end_call(self, output: Any) -> None:
-        """Do nothing: nothing runs after the model's own forward."""
-
     def begin_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRows | None:
         """Return the rows of this forward, read off its arguments."""
         named = bind_arguments(module, args, kwargs)
         grid = self._grid(named)
         kept = named.get("logits_to_keep", 0)
         self._shape, self._logits_to_keep = grid.shape, kept if isinstance(kept, int) else 0
-        call, self.calls = self.calls, self.calls + 1
-        return CallRows(grid, call, self.layouts, keep=self._keep(grid))
-
-    def _keep(self, grid: np.ndarray) -> np.ndarray | None:
-        if not self.prompts_only:
-            return None
-        prompt_len = np.array([s.prompt_len for s in self.book.sequences] or [0])
-        return grid["position"] < prompt_len[np.maximum(grid["sequence"], 0)]
+        return self.rows_of_call(grid)
 
     def _grid(self, named: dict[str, Any]) -> np.ndarray:
         token = first_tensor(named, "input_ids")
@@ -81,22 +63,27 @@ class BatchAdapter:
         real = self._real_cells(named, ids.shape)
         position = self._positions(named, real)
         sequence = np.full(ids.shape, -1, np.int64)
-        for row, announced in enumerate(self._sequences(named, real)):
+        continues = bool((position.max(initial=-1, axis=1) >= np.maximum(real.sum(1), 1)).all())
+        for row, announced in enumerate(self._sequences(named, real, continues)):
             length = int(position[row][real[row]].max(initial=-1)) + 1
             sequence[row] = self.book.number(announced, length=length)
         sequence[~real] = -1
         return grid_of(sequence, position, ids)
 
-    def _sequences(self, named: dict[str, Any], real: np.ndarray) -> list[Announced]:
+    def _sequences(self, named: dict[str, Any], real: np.ndarray, continues: bool) -> list[Announced]:
+        """Return who the batch rows are: announced, or those of the last call when this one goes on after it."""
         if self.announced:
             return self.announced
+        if continues and len(self._last) == len(real):
+            return self._last
         labels = first_tensor(named, "labels")
         first = len(self.book.sequences)
         prompt_len: list[int | None] = [None] * len(real)
         if labels is not None and labels.shape == real.shape:
             has_loss = (labels.detach().cpu().numpy() != IGNORED_LABEL) & real
             prompt_len = [int(real[r][: row.argmax()].sum()) if row.any() else None for r, row in enumerate(has_loss)]
-        return [Announced(uid=f"s{first + row}", prompt_len=prompt_len[row]) for row in range(len(real))]
+        self._last = [Announced(uid=f"s{first + row}", prompt_len=prompt_len[row]) for row in range(len(real))]
+        return self._last
 
     def _real_cells(self, named: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray:
         batch, length = shape

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from probe.errors import CaptureError
+from probe.hooks.engines.base import EngineRows
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.rows import Announced, CallRows, grid_of
 
 LOGITS_MODULE = "logits_processor"
 
 
-class VllmAdapter:
+class VllmAdapter(EngineRows):
     """Rows of a vLLM model runner's passes.
 
     A pass concatenates the scheduled tokens of each request in the order of the runner's input batch, so that a row's
@@ -24,27 +28,20 @@ class VllmAdapter:
 
     name = "vllm"
     layouts = ("flat", "bs")
+    logits = (LOGITS_MODULE, "output.0")
 
     def __init__(
         self, book: SequenceBook, runner: Any, *, prompts_only: bool = False, prompt_lens: dict[str, int] | None = None
     ) -> None:
-        self.book, self.runner, self.prompts_only = book, runner, prompts_only
+        super().__init__(book, prompts_only=prompts_only)
+        self.runner = runner
         self.prompt_lens = prompt_lens or {}
         self.scheduled: dict[str, int] | None = None
-        self.calls = 0
         self.logits_rows_unknown = 0
         self._last_rows: np.ndarray = np.zeros(0, np.int64)
         self._logits_rows: np.ndarray = np.zeros(0, np.int64)
         self._hidden: torch.Tensor | None = None
         self._hidden_copy: torch.Tensor | None = None
-
-    def module_path(self, path: str, module: torch.nn.Module) -> str | None:
-        """Hook every module but containers that never run themselves."""
-        return None if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict) else path
-
-    def preferred_layouts(self, path: str, slot: str) -> tuple[str, ...]:
-        """Return no preference: every tensor of a pass is [tokens, ...]."""
-        return ()
 
     def begin_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRows | None:
         """Return the rows of this pass, or None for a pass that serves no real request."""
@@ -55,9 +52,7 @@ class VllmAdapter:
         if positions is None:
             raise CaptureError("this vLLM model takes no 'positions', so its rows cannot be told apart")
         positions = positions[0] if positions.dim() == 2 else positions  # M-RoPE: the first row is the text position
-        grid = self._grid(positions.cpu().numpy(), None if ids is None else ids.cpu().numpy())
-        call, self.calls = self.calls, self.calls + 1
-        return CallRows(grid, call, self.layouts, keep=self._keep(grid))
+        return self.rows_of_call(self._grid(positions.cpu().numpy(), None if ids is None else ids.cpu().numpy()))
 
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> np.ndarray | None:
         """Return which rows of the pass a tensor of the logits processor holds, None for every other module.
@@ -111,13 +106,41 @@ class VllmAdapter:
             prompt_len = int(self.runner.requests[request].num_prompt_tokens)
         return self.book.number(Announced(uid=request, prompt_len=prompt_len), length=length, request_id=request)
 
-    def _keep(self, grid: np.ndarray) -> np.ndarray | None:
-        if not self.prompts_only:
-            return None
-        prompt_len = np.array([s.prompt_len for s in self.book.sequences] or [0])
-        return grid["position"] < prompt_len[np.maximum(grid["sequence"], 0)]
-
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str, place: int) -> torch.Tensor | None:
     value = kwargs.get(name, args[place] if len(args) > place else None)
     return value if isinstance(value, torch.Tensor) else None
+
+
+def find_runner(model: Any) -> Any:
+    """Return the vLLM model runner that holds ``model`` (an in-process ``LLM`` or a bare model), None for others."""
+    executor = getattr(getattr(model, "llm_engine", None), "model_executor", None)
+    worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
+    if worker is not None:
+        return worker.model_runner
+    if not type(model).__module__.startswith(("vllm.", "vllm_ascend.")):
+        return None
+    if hasattr(model, "llm_engine"):
+        raise CaptureError(
+            "this vllm.LLM runs its model in another process",
+            "set VLLM_ENABLE_V1_MULTIPROCESSING=0, or use 'probe dump --stage rollout'",
+        )
+    # vLLM's model does not know its runner, whose batch bookkeeping says which row is which request
+    candidates = (o for o in gc.get_objects() if type(o).__name__.endswith("ModelRunner"))
+    return next((o for o in candidates if getattr(o, "model", None) is model), None)
+
+
+def record_schedule(runner: Any, adapter: VllmAdapter) -> Callable[[], None]:
+    """Let the adapter know which requests each ``execute_model`` serves, and none outside it; return the undo."""
+    original = runner.execute_model
+
+    @functools.wraps(original)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        adapter.scheduled = dict(scheduler_output.num_scheduled_tokens)
+        try:
+            return original(scheduler_output, *args, **kwargs)
+        finally:
+            adapter.scheduled = None
+
+    runner.execute_model = execute_model
+    return functools.partial(setattr, runner, "execute_model", original)

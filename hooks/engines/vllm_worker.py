@@ -16,7 +16,7 @@ import torch
 
 from probe.hooks.capture import Capture
 from probe.hooks.engines.sequences import SequenceBook
-from probe.hooks.engines.vllm import VllmAdapter
+from probe.hooks.engines.vllm import VllmAdapter, record_schedule
 from probe.hooks.weights import sketches
 from probe.store.schema import WeightSketch
 from probe.store.writer import DumpWriter
@@ -63,33 +63,18 @@ class ProbeWorker:
         for weight in _loaded.pop(id(model), []):
             writer.add_weight(weight)
         hooked = capture.attach(model)
-        self._probe_execute = runner.execute_model
-        runner.execute_model = _with_schedule(runner.execute_model, adapter)
+        self._probe_undo = record_schedule(runner, adapter)
         return json.dumps({"rank": rank, "hooked": hooked, "backends": _backends(runner)})
 
     def probe_stop(self) -> str:
         """Stop capturing, complete the file, and return counts as JSON."""
         capture = self._probe
-        self.model_runner.execute_model = self._probe_execute  # type: ignore[attr-defined]
+        self._probe_undo()
         capture.detach()
         path = capture.writer.close()
         unknown = capture.adapter.logits_rows_unknown  # type: ignore[attr-defined]
         counts = {"calls": capture.calls, "fired": len(capture.fired), "rows": capture.writer.tensor_rows}
         return json.dumps({"path": str(path), "logits_rows_unknown": unknown, **counts})
-
-
-def _with_schedule(execute_model: Any, adapter: VllmAdapter) -> Any:
-    """Wrap ``execute_model`` so that the adapter knows which requests a pass serves, and none outside it."""
-
-    @functools.wraps(execute_model)
-    def wrapped(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        adapter.scheduled = dict(scheduler_output.num_scheduled_tokens)
-        try:
-            return execute_model(scheduler_output, *args, **kwargs)
-        finally:
-            adapter.scheduled = None
-
-    return wrapped
 
 
 def _backends(runner: Any) -> dict[str, Any]:

@@ -51,9 +51,7 @@ def capturing(
 
 def announce(sequences: list[TokenSequence], *, whole: bool) -> list[Announced]:
     """Say which sequences the rows of the next call are (``whole``: the call holds every token of them)."""
-    return [
-        Announced(s.uid, s.prompt_len, len(s.tokens) if whole else None, s.sample, s.trajectory) for s in sequences
-    ]
+    return [Announced(s.uid, s.prompt_len, len(s.tokens) if whole else None, s.sample, s.trajectory) for s in sequences]
 
 
 def token_logprobs(logits: torch.Tensor, tokens: list[int], start: int = 0) -> np.ndarray:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from probe.checkpoint import Checkpoint
 from probe.errors import OutputExistsError, UsageError
-from probe.hooks.runners.job import DumpJob, Observer, TokenSequence, check_job, resolve_dtype
+from probe.hooks.runners.job import DumpJob, Observer, TokenSequence, check_job, resolve_dtype, step_folder
 from probe.hooks.runners.tokens import write_tokens
 from probe.manifest import make_manifest, write_manifest
 from probe.store.reader import open_dump
@@ -41,7 +41,7 @@ def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) 
         runner = importlib.import_module(engine.runner)
         done = runner.run(job, checkpoint, sequences, manifest, observer)
         write_manifest(job.output, manifest)
-        write_tokens(job, manifest, done, engine)
+        write_tokens(step_folder(job), manifest, engine.logits, done)
     return job.output
 
 

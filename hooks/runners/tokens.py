@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from probe.hooks.runners.job import DumpJob, Engine, TokenSequence, step_folder
+from probe.hooks.runners.job import TokenSequence
 from probe.metrics import logprobs_from_logits
-from probe.store.reader import Dump, open_dump
-from probe.store.schema import TOKEN, Sequence
+from probe.store.reader import Dump, open_files
+from probe.store.schema import DRIVER, TOKEN, Sequence
 from probe.store.writer import DumpWriter
 
 
-def write_tokens(job: DumpJob, manifest: dict[str, Any], done: list[TokenSequence], engine: Engine) -> None:
-    """Write ``driver.h5`` once the workers' files are complete."""
-    with open_dump(job.output) as dump:
-        recomputed = recompute_logprobs(dump, engine.logits, done)
-    writer = DumpWriter(step_folder(job) / "driver.h5", manifest)
-    for entry in done:
+def write_tokens(
+    folder: Path, manifest: dict[str, Any], logits: tuple[str, str], done: list[TokenSequence] | None = None
+) -> None:
+    """Write ``driver.h5`` into a step's folder once the workers' files there are complete.
+
+    ``done`` are the sequences as the driver knows them; without it they are those that the workers saw.
+    """
+    with open_files(folder, sorted(folder.glob("*.h5"))) as dump:
+        entries = [_seen(sequence) for sequence in dump.sequences] if done is None else done
+        recomputed = recompute_logprobs(dump, logits, entries)
+    writer = DumpWriter(folder / f"{DRIVER}.h5", manifest)
+    for entry in entries:
         number = writer.add_sequence(
             Sequence(
                 index=0,
@@ -33,6 +40,12 @@ def write_tokens(job: DumpJob, manifest: dict[str, Any], done: list[TokenSequenc
         )
         writer.add_tokens(_token_rows(number, entry, recomputed[entry.uid]))
     writer.close()
+
+
+def _seen(sequence: Sequence) -> TokenSequence:
+    tokens = [int(token) for token in sequence.tokens]
+    known = (sequence.sample, sequence.trajectory, sequence.request_id)
+    return TokenSequence(sequence.uid, tokens, sequence.prompt_len, *known)
 
 
 def recompute_logprobs(dump: Dump, logits: tuple[str, str], done: list[TokenSequence]) -> dict[str, np.ndarray]:

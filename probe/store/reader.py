@@ -14,7 +14,7 @@ import numpy as np
 from probe.errors import DumpError, EmptyDumpError
 from probe.store import schema
 from probe.store.dtypes import stored_dtype, widen
-from probe.store.schema import PARTIAL_SUFFIX, ModuleInfo, Sequence, TensorInfo, WeightSketch
+from probe.store.schema import DRIVER, PARTIAL_SUFFIX, ModuleInfo, Sequence, TensorInfo, WeightSketch
 from probe.store.sequences import merge_sequences, sequences_of
 from probe.store.validate import check_table, check_tensor, open_file, safe_dataset
 
@@ -58,22 +58,27 @@ def open_dump(path: str | Path, step: int | None = None) -> Dump:
     far as they were flushed. Raises DumpError or EmptyDumpError with one sentence.
     """
     root = Path(path)
-    files = _locate(root, step)
+    return open_files(root, _locate(root, step))
+
+
+def open_files(root: Path, files: list[Path]) -> Dump:
+    """Open the given files as one dump whose folder is ``root``; see :func:`open_dump`."""
     parts = [_open_part(file) for file in files]
-    manifest = _manifest(root, parts)
+    manifest = _manifest(parts)
     version = manifest.get("schema")
     if version != schema.SCHEMA_VERSION:
-        raise DumpError(f"{path} has dump format {version!r}", f"this version reads {schema.SCHEMA_VERSION}")
+        raise DumpError(f"{root} has dump format {version!r}", f"this version reads {schema.SCHEMA_VERSION}")
     dump = Dump(root, manifest, parts, complete=not any(f.name.endswith(PARTIAL_SUFFIX) for f in files))
     if not dump.tensors and not len(dump.tokens):
-        raise EmptyDumpError(f"{path} holds no tensor and no token", "nothing was captured: run the dump again")
+        raise EmptyDumpError(f"{root} holds no tensor and no token", "nothing was captured: run the dump again")
     return dump
 
 
 def _locate(root: Path, step: int | None) -> list[Path]:
     if not root.is_dir():
         raise DumpError(f"there is no dump at {root}", "name the folder that 'probe dump -o' wrote")
-    folders = sorted((p for p in root.glob("*/step*") if p.name[4:].isdigit()), key=lambda p: int(p.name[4:]))
+    found = [*root.glob("*/step*"), *root.glob("step*")]
+    folders = sorted((p for p in found if p.name[4:].isdigit()), key=lambda p: int(p.name[4:]))
     stages = sorted({folder.parent.name for folder in folders})
     if len(stages) > 1:
         raise DumpError(f"{root} holds the stages {', '.join(stages)}", "name the folder of one stage")
@@ -101,15 +106,15 @@ def _open_part(path: Path) -> _Part:
     return _Part(file, path, tables)
 
 
-def _manifest(root: Path, parts: list[_Part]) -> dict[str, Any]:
-    path = root / schema.MANIFEST_NAME
+def _manifest(parts: list[_Part]) -> dict[str, Any]:
+    """Return the manifest of the driver's file, which is written last and knows most, else that of the first file."""
+    part = next((p for p in parts if p.path.name.startswith(DRIVER)), parts[0])
     try:
-        text = path.read_text() if path.exists() else safe_dataset(parts[0].file, "/manifest")[()].decode()
-        manifest = json.loads(text)
-    except (ValueError, AttributeError) as error:
-        raise DumpError(f"{path} is not valid JSON ({error})", "the dump is damaged: dump again") from None
+        manifest = json.loads(safe_dataset(part.file, "/manifest")[()])
+    except (ValueError, TypeError) as error:
+        raise DumpError(f"{part.path}:/manifest is not valid JSON ({error})", "the dump is damaged") from None
     if not isinstance(manifest, dict):
-        raise DumpError(f"{path} does not hold a JSON object", "the dump is damaged: dump again")
+        raise DumpError(f"{part.path}:/manifest does not hold a JSON object", "the dump is damaged")
     return manifest
 
 

@@ -13,6 +13,8 @@ from probe.store.dtypes import TEXT
 SCHEMA_VERSION = 1
 PARTIAL_SUFFIX = ".partial"
 MANIFEST_NAME = "manifest.json"
+DRIVER = "driver"
+"""Name of the file of the process that knows the sequences' identity and log-probs."""
 
 ROW = np.dtype([("sequence", "<i4"), ("position", "<i4"), ("token", "<i4"), ("call", "<i4")])
 INDEX = np.dtype(

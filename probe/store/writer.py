@@ -244,7 +244,9 @@ class DumpWriter:
 
 
 def _sequence_record(sequence: Sequence) -> tuple[Any, ...]:
-    digest = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(sequence.tokens, "<i8").data) if len(sequence.tokens) else ""
+    digest = (
+        xxhash.xxh3_128_hexdigest(np.ascontiguousarray(sequence.tokens, "<i8").data) if len(sequence.tokens) else ""
+    )
     return (
         *(sequence.index, sequence.trajectory or sequence.uid, sequence.request_id, sequence.uid, sequence.sample),
         *(sequence.prompt_len, sequence.length, digest, sequence.weight_version),
