@@ -1,4 +1,4 @@
-"""The text that the demo model learns: deterministic, templated English, generated on the spot.
+"""The text that the demo model learns, deterministic templated English, and the tokenizer trained on it.
 
 Few words in few patterns, so that a small model learns them in seconds and its next-token distribution is peaked; some
 free choices in every pattern, so that it is not certain either, and a difference in a log-prob can show.
@@ -6,8 +6,13 @@ free choices in every pattern, so that it is not certain either, and a differenc
 
 from __future__ import annotations
 
+import importlib
 import random
+import re
 from collections.abc import Callable
+from typing import Any
+
+from probe.errors import EngineError
 
 END, CHAT_START, CHAT_END, PAD = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 CHAT_TEMPLATE = (
@@ -118,3 +123,42 @@ def make_corpus(count: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     makers = rng.choices([maker for maker, _ in KINDS], weights=[weight for _, weight in KINDS], k=count)
     return [maker(rng) for maker in makers]
+
+
+def require(module: str) -> Any:
+    """Import a module that is not among the package's own requirements; raise ``EngineError`` where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise EngineError(
+            f"the demo model needs {package}, which cannot be imported ({error})",
+            'install it with pip install "probe-rl[actor]"',
+        ) from error
+
+
+def train_tokenizer(corpus: list[str], vocab_size: int) -> Any:
+    """Train a byte-level BPE of ``vocab_size`` tokens, the special ones first; any text can be encoded with it."""
+    tokenizers = require("tokenizers")
+    # transformers 5 loads any tokenizer of a qwen2 model as Qwen2Tokenizer, with this split and normalizer whatever
+    # tokenizer.json says: another split here would give other tokens in training than in use.
+    pattern = tokenizers.Regex(require("transformers.models.qwen2.tokenization_qwen2").PRETOKENIZE_REGEX)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(pattern, behavior="isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    # The trainer would learn the letters of the special tokens as ordinary words.
+    special = re.compile("|".join(re.escape(token) for token in SPECIAL_TOKENS))
+    tokenizer.train_from_iterator((piece for text in corpus for piece in special.split(text)), trainer)
+    return tokenizer

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib
 import json
 import math
 import random
-import re
 import shutil
 import struct
 import tempfile
@@ -23,8 +21,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from probe.errors import CheckpointError, EngineError, OutputExistsError, UsageError
-from probe.hooks.demo_corpus import CHAT_END, CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, make_corpus
+from probe.errors import CheckpointError, OutputExistsError, UsageError
+from probe.hooks.demo_corpus import (
+    CHAT_END,
+    CHAT_TEMPLATE,
+    END,
+    PAD,
+    SPECIAL_TOKENS,
+    make_corpus,
+    require,
+    train_tokenizer,
+)
 
 MARKER = "probe_demo_model.json"
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -69,44 +76,7 @@ class Recipe:
 DEFAULT_RECIPE = Recipe()
 ADAMW = {"betas": (0.9, 0.98), "weight_decay": 0.01}
 
-# --- the tokenizer and the configuration ------------------------------------------------------------------------------
-
-
-def _require(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise EngineError(
-            f"the demo model needs {package}, which cannot be imported ({error})",
-            'install it with pip install "probe-rl[actor]"',
-        ) from error
-
-
-def _train_tokenizer(corpus: list[str], vocab_size: int) -> Any:
-    tokenizers = _require("tokenizers")
-    # transformers 5 loads any tokenizer of a qwen2 model as Qwen2Tokenizer, with this split and normalizer whatever
-    # tokenizer.json says: another split here would give other tokens in training than in use.
-    pattern = tokenizers.Regex(_require("transformers.models.qwen2.tokenization_qwen2").PRETOKENIZE_REGEX)
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.normalizer = tokenizers.normalizers.NFC()
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Split(pattern, behavior="isolated"),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    # The trainer would learn the letters of the special tokens as ordinary words.
-    special = re.compile("|".join(re.escape(token) for token in SPECIAL_TOKENS))
-    tokenizer.train_from_iterator((piece for text in corpus for piece in special.split(text)), trainer)
-    return tokenizer
+# --- the configuration ------------------------------------------------------------------------------------------------
 
 
 def _config(recipe: Recipe, vocab_size: int) -> dict[str, Any]:
@@ -190,7 +160,7 @@ def _rate(step: int, recipe: Recipe) -> float:
 
 def _train(config: dict[str, Any], encoded: list[list[int]], recipe: Recipe, seed: int, observer: Observer) -> Any:
     """Train from scratch with AdamW on the next-token cross entropy; return the model in float32, in eval mode."""
-    torch, transformers = _require("torch"), _require("transformers")
+    torch, transformers = require("torch"), require("transformers")
     with _deterministic(torch, seed, recipe.threads):
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config)).train()
         for name, parameter in model.named_parameters():
@@ -237,8 +207,8 @@ def _write_json(path: Path, content: object) -> None:
 
 def _build(folder: Path, corpus: list[str], recipe: Recipe, seed: int, observer: Observer) -> None:
     """Train the tokenizer and the model and write the checkpoint directory."""
-    safetensors = _require("safetensors.torch")
-    tokenizer = _train_tokenizer(corpus, recipe.vocab_size)
+    safetensors = require("safetensors.torch")
+    tokenizer = train_tokenizer(corpus, recipe.vocab_size)
     config = _config(recipe, tokenizer.get_vocab_size())
     end = config["eos_token_id"]
     encoded = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(corpus)]
@@ -310,6 +280,9 @@ def make_demo_model(
 # safetensors dtype name -> torch dtype name
 SCALABLE_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
+# What opening, unpacking, parsing and looking things up in a damaged safetensors file can raise.
+UNREADABLE = (OSError, struct.error, ValueError, OverflowError, MemoryError, LookupError, TypeError, AttributeError)
+
 
 def _read_header(shard: Path) -> tuple[dict[str, Any], int]:
     """Return the table of tensors of a safetensors file and the byte at which its data starts."""
@@ -365,7 +338,7 @@ def _locate(shard: Path, parameter: str) -> tuple[str, int, int]:
 
 def _scale_in_file(shard: Path, place: tuple[str, int, int], scale: float) -> bool:
     """Multiply the values at ``place`` in float32 or wider and round back to their dtype; say whether any changed."""
-    torch = _require("torch")
+    torch = require("torch")
     dtype, begin, end = place
     with shard.open("r+b") as file:
         file.seek(begin)

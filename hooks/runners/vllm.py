@@ -12,6 +12,7 @@ import numpy as np
 
 from probe.checkpoint import Checkpoint
 from probe.errors import CaptureError, EngineError
+from probe.hooks.device import pick_device
 from probe.hooks.runners.job import DumpJob, Observer, TokenSequence, step_folder
 
 log = logging.getLogger("probe")
@@ -23,6 +24,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """Defaults for a dump, each overridable by the caller's environment: one process unless asked, and the first-generation
 model runner, whose batch bookkeeping is what rows are read from."""
@@ -37,6 +39,15 @@ def run(
     _set_environment(job)
     observer("starting vLLM", 0, 1)
     llm = _start(job, checkpoint, sequences, manifest["dtype"])
+    try:
+        return _run(llm, job, sequences, manifest, observer)
+    finally:
+        _shut_down(llm)
+
+
+def _run(
+    llm: Any, job: DumpJob, sequences: list[TokenSequence], manifest: dict[str, Any], observer: Observer
+) -> list[TokenSequence]:
     import vllm
 
     manifest["engine"]["version"] = vllm.__version__
@@ -57,12 +68,20 @@ def run(
     return [_result(job, sequence, output) for sequence, output in zip(sequences, outputs)]
 
 
-def _set_environment(job: DumpJob) -> None:
-    import torch
+def _shut_down(llm: Any) -> None:
+    """End the engine and its processes, so that nothing is killed at exit and another engine can start here."""
+    from vllm.distributed import cleanup_dist_env_and_memory
 
-    on_cpu = job.device == "cpu" or not (torch.cuda.is_available() or hasattr(torch, "npu"))
-    for name, value in (ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})).items():
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def _set_environment(job: DumpJob) -> None:
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if pick_device(job.device) == "cpu":
+        for name, value in CPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
 
 
 def _start(job: DumpJob, checkpoint: Checkpoint, sequences: list[TokenSequence], dtype: str) -> Any:
@@ -88,6 +107,7 @@ def _start(job: DumpJob, checkpoint: Checkpoint, sequences: list[TokenSequence],
         "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": not any(job.model.glob("tokenizer*")),
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         **({"logits_processors": [FORCED_TOKENS]} if job.force_decode else {}),
         **job.engine_args,
     }

@@ -1,0 +1,46 @@
+# One environment for both engines, the demo and the tests. On a machine without a GPU, point pip at PyTorch's CPU
+# wheels first (for instance with PIP_EXTRA_INDEX_URL), or torch arrives with several GB of CUDA libraries.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEMO ?= probe-demo
+
+.PHONY: setup demo test fast lint browser clean
+
+setup: $(READY)
+
+$(READY): constraints.txt setup.cfg pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make setup needs Python 3.11 or newer (PYTHON=...)")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch setuptools
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --requirement constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(READY)
+
+# The whole loop: make the small model, dump a rollout and an actor, compare, write the reports.
+demo: setup
+	$(BIN)/probe demo -o $(DEMO) --force
+
+# Everything: style, types, every test (the slow ones start real engines and a browser).
+test: setup browser lint
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+fast: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Tests open the HTML report in a headless Chromium.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+	  echo "installing chromium (needed by the browser tests)"; \
+	  SUDO=$$( [ "$$(id -u)" = 0 ] || echo sudo ); \
+	  $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq chromium >/dev/null; }
+
+clean:
+	rm -rf $(VENV) $(DEMO) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,136 @@
+"""``probe compare``: compare two dumps, print or write the report, and exit with the verdict. Never imports torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from probe.cli import common
+from probe.errors import OutputExistsError, UsageError
+
+DEFAULT_FOLDER = Path("probe-report")
+FORMS_WITH_FOLDER = "terminal,json,html"
+"""What -o alone asks for: a folder that nothing is written to helps nobody."""
+
+report_group = common.option("Report")
+judge_group = common.option("Judgement")
+
+
+@click.command(
+    cls=common.Command,
+    examples="""
+    probe compare d/rollout d/actor
+    probe compare d/rollout d/actor --report terminal,html -o report
+    probe compare d/rollout d/actor --json | jq .verdict
+    """,
+)
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@report_group(
+    "--report",
+    "forms",
+    metavar="FORM[,FORM...]",
+    help=f"terminal, json, html, csv, markdown.  [default: terminal; {FORMS_WITH_FOLDER} with -o]",
+)
+@report_group(
+    "-o", "--output", type=click.Path(path_type=Path), help=f"Folder of the report files.  [default: {DEFAULT_FOLDER}]"
+)
+@report_group("--json", "as_json", is_flag=True, help="Print the report as JSON on standard output, nothing else.")
+@report_group("--no-text", is_flag=True, help="Leave the text of tokens out of every form.")
+@report_group("--force", is_flag=True, help="Replace report files that are already there.")
+@judge_group(
+    "--min-coverage",
+    metavar="X",
+    type=click.FloatRange(0, 1),
+    default=0.9,
+    show_default=True,
+    help="Share of tensors and of rows below which the verdict is 'incomparable'.",
+)
+@click.pass_context
+def compare(
+    context: click.Context,
+    a: Path,
+    b: Path,
+    forms: str | None,
+    output: Path | None,
+    as_json: bool,
+    no_text: bool,
+    force: bool,
+    min_coverage: float,
+) -> None:
+    """Compare two dumps and say where they first disagree.
+
+    A and B are folders that 'probe dump -o' wrote. Exit status: 0 consistent, 1 suspect or divergent, 2 incomparable
+    or trouble.
+    """
+    from probe.cli.progress import observing
+    from probe.compare.run import compare_dumps, exit_status
+
+    wanted = _forms(forms, output)
+    folder = output or DEFAULT_FOLDER
+    refuse_existing(folder, wanted, force)
+    with observing() as observer:
+        report = compare_dumps(a, b, min_coverage=min_coverage, observer=observer, text=not no_text)
+    written = write_forms(report, wanted, folder, text=not no_text)
+    if as_json:
+        sys.stdout.write(_json(report, text=not no_text))
+    elif "terminal" in wanted:
+        print_report(report, text=not no_text)
+    for path in written.values():
+        common.note(f"wrote {path}")
+    context.exit(exit_status(report))
+
+
+def _forms(forms: str | None, output: Path | None) -> list[str]:
+    """Return the names of the forms to make; raise UsageError for a name that no form has."""
+    from probe.compare.report import FORMS
+
+    text = forms or (FORMS_WITH_FOLDER if output else "terminal")
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in FORMS:
+            raise common.unknown_name("report form", name, list(FORMS), f"choose from {', '.join(FORMS)}")
+    if not names:
+        raise UsageError("--report names no form", f"choose from {', '.join(FORMS)}")
+    if output is not None and not any(FORMS[name].file_name for name in names):
+        raise UsageError(f"nothing would be written to {output}", "add json, html, csv or markdown to --report")
+    return names
+
+
+def refuse_existing(folder: Path, forms: list[str], force: bool) -> None:
+    """Raise OutputExistsError, before anything is compared, where a report file would be overwritten."""
+    from probe.compare.report import FORMS
+
+    if folder.exists() and not folder.is_dir() and any(FORMS[name].file_name for name in forms):
+        raise OutputExistsError(f"{folder} is a file, not a folder", "choose another -o")
+    for name in forms:
+        path = folder / (FORMS[name].file_name or "")
+        if FORMS[name].file_name and path.exists() and not force:
+            raise OutputExistsError(f"{path} already exists", "choose another -o or add --force")
+
+
+def write_forms(report: dict[str, Any], forms: list[str], folder: Path, *, text: bool) -> dict[str, Path]:
+    """Write the forms that are files; return form name -> path."""
+    from probe.compare.report import FORMS, write_report
+
+    files = [name for name in forms if FORMS[name].file_name]
+    return write_report(report, files, folder, text=text) if files else {}
+
+
+def _json(report: dict[str, Any], *, text: bool) -> str:
+    from probe.compare.report import FORMS
+    from probe.compare.report.model import without_text
+
+    rendered: str = FORMS["json"].render(report if text else without_text(report))
+    return rendered
+
+
+def print_report(report: dict[str, Any], *, text: bool) -> None:
+    """Print the terminal form to standard output."""
+    from probe.compare.report import FORMS
+    from probe.compare.report.model import without_text
+
+    FORMS["terminal"].render(report if text else without_text(report), common.stdout())

@@ -1,0 +1,249 @@
+"""``probe dump``: run an engine on prompts or on another dump's tokens and store everything that was captured."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import warnings
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from probe.cli import common
+from probe.cli.progress import observing
+from probe.errors import UsageError
+from probe.hooks.runners.job import DEFAULT_ENGINE, ENGINES, STAGES, DumpJob, Sampling, check_job
+from probe.store.reader import Dump, open_dump
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DEVICES = ("auto", "cpu", "cuda", "npu")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+LAYOUTS = ("padded", "packed")
+
+run_group = common.option("What to run")
+token_group = common.option("Which tokens")
+sampling_group = common.option("Sampling (with --prompts)")
+engine_group = common.option("How the engine runs")
+output_group = common.option("Output")
+
+SAMPLING_OPTIONS = ("n", "max_tokens", "temperature", "top_p")
+ENGINE_OPTIONS = {
+    "logprobs_mode": ("vllm",),
+    "out_of_process": ("vllm",),
+    "layout": ("megatron",),
+    "micro_batch_size": ("megatron", "transformers"),
+    "engine_arg": ("vllm", "transformers"),
+}
+"""Options that only some engines can honour; with another engine they are refused rather than ignored."""
+
+
+class EngineArgument(click.ParamType):
+    """KEY=VALUE: the value is read as JSON where it is JSON, else as text."""
+
+    name = "KEY=VALUE"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> tuple[str, Any]:
+        """Return (key, value); dashes in the key become underscores."""
+        if isinstance(value, tuple):
+            return value
+        key, equals, text = value.partition("=")
+        key = key.strip().removeprefix("--").replace("-", "_")
+        if not equals or not key.isidentifier():
+            self.fail(f"{value!r} is not KEY=VALUE", parameter, context)
+        try:
+            return key, json.loads(text)
+        except ValueError:
+            return key, text
+
+
+@click.command(
+    cls=common.Command,
+    examples="""
+    probe dump --stage rollout --model Qwen2.5-0.5B --prompts prompts.txt -o d/rollout
+    probe dump --stage actor --from d/rollout -o d/actor
+    probe dump --stage actor --from d/rollout --engine transformers --dtype float32 -o d/reference
+    probe dump --stage rollout --from d/rollout --force-decode -o d/again
+    """,
+)
+@run_group("--stage", type=click.Choice(STAGES), required=True, help="Which side of the training this is.")
+@run_group(
+    "--engine",
+    metavar="|".join(ENGINES),
+    help="What runs the model.  [default: vllm for rollout, megatron for actor and reference]",
+)
+@run_group(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="Hugging Face checkpoint directory.  [default: the model of --from]",
+)
+@token_group("--prompts", type=click.Path(path_type=Path), help="Prompts: a .txt (one a line) or .jsonl file.")
+@token_group("--from", "source", type=click.Path(path_type=Path), help="Dump whose tokens are run again.")
+@token_group(
+    "--force-decode",
+    is_flag=True,
+    help="With --from and vllm: feed the response through decode steps instead of one prefill.",
+)
+@token_group(
+    "--prompts-only",
+    is_flag=True,
+    envvar="PROMPTS_ONLY",
+    show_envvar=True,
+    help="Store the rows of prompt tokens only.",
+)
+@sampling_group(
+    "--n", metavar="N", type=click.IntRange(min=1), default=1, show_default=True, help="Responses per prompt."
+)
+@sampling_group(
+    "--max-tokens", metavar="N", type=click.IntRange(min=1), default=32, show_default=True, help="Longest response."
+)
+@sampling_group(
+    "--temperature", metavar="X", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0 is greedy."
+)
+@sampling_group(
+    "--top-p",
+    metavar="X",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Nucleus sampling; 1 is off.",
+)
+@sampling_group(
+    "--seed", metavar="N", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampling."
+)
+@engine_group("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="auto: the checkpoint's.")
+@engine_group("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="auto: the best here.")
+@engine_group(
+    "--logprobs-mode",
+    type=click.Choice(LOGPROBS_MODES),
+    default="raw_logprobs",
+    show_default=True,
+    help="vllm: log-probs before or after temperature and top-p.",
+)
+@engine_group(
+    "--micro-batch-size",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="megatron, transformers: sequences per forward.",
+)
+@engine_group(
+    "--layout",
+    type=click.Choice(LAYOUTS),
+    default="padded",
+    show_default=True,
+    help="megatron: pad the sequences of a micro-batch, or pack them end to end.",
+)
+@engine_group(
+    "--engine-arg",
+    "engine_arg",
+    type=EngineArgument(),
+    multiple=True,
+    help="vllm, transformers: any further argument of the engine; may be repeated.",
+)
+@engine_group("--out-of-process", is_flag=True, help="vllm: let it use processes of its own, as in production.")
+@output_group("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the new dump.")
+@output_group("--force", is_flag=True, help="Replace a dump that is already there.")
+@click.pass_context
+def dump(context: click.Context, **options: Any) -> None:
+    """Run a model on an engine and store its tensors, rows and log-probs.
+
+    A rollout generates from --prompts; an actor or a reference recomputes the tokens of another dump, given with
+    --from, so that the two can be compared row by row.
+    """
+    job = make_job(options)
+    check_job(job)
+    _refuse_ignored(context, job)
+    if options["out_of_process"]:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    _tame_engines(job)
+    from probe.hooks.runners.run import run_dump
+
+    with observing() as observer:
+        path = run_dump(job, observer)
+    with open_dump(path) as done:
+        common.say(f"wrote {describe(done)}")
+        common.say(f"next: {next_command(done, job)}")
+
+
+def make_job(options: dict[str, Any]) -> DumpJob:
+    """Return the job that the options describe; the model defaults to that of the dump given with --from."""
+    stage, source = options["stage"], options["source"]
+    if options["prompts"] is not None and source is not None:
+        raise UsageError("--prompts and --from exclude each other", "give one of them")
+    model = options["model"]
+    if model is None and source is None:
+        raise UsageError("no model was given", "add --model PATH, or --from DUMP to use the model of that dump")
+    if model is None:
+        model = _model_of(source)
+    sampling = {name: options[name] for name in ("n", "max_tokens", "temperature", "top_p", "seed", "logprobs_mode")}
+    same = ("prompts", "source", "dtype", "device", "prompts_only", "force_decode", "micro_batch_size", "layout")
+    return DumpJob(
+        stage=stage,
+        engine=options["engine"] or DEFAULT_ENGINE[stage],
+        model=model,
+        output=options["output"],
+        sampling=Sampling(**sampling),
+        engine_args=dict(options["engine_arg"]),
+        force=options["force"],
+        **{name: options[name] for name in same},
+    )
+
+
+def _model_of(source: Path) -> Path:
+    with open_dump(source) as dump:
+        path = (dump.manifest.get("model") or {}).get("path")
+    if not path:
+        raise UsageError(f"{source} does not say which model made it", "add --model PATH")
+    return Path(path)
+
+
+def _refuse_ignored(context: click.Context, job: DumpJob) -> None:
+    """Refuse options that were typed but could have no effect on this job."""
+    typed = {
+        p.name: p.opts[0]
+        for p in context.command.params
+        if p.name and context.get_parameter_source(p.name) is ParameterSource.COMMANDLINE
+    }
+    for name, engines in ENGINE_OPTIONS.items():
+        if name in typed and job.engine not in engines:
+            raise UsageError(
+                f"{typed[name]} has no effect on engine {job.engine}", f"it is for {' and '.join(engines)}"
+            )
+    for name in SAMPLING_OPTIONS:
+        if name in typed and job.source is not None:
+            raise UsageError(f"{typed[name]} has no effect with --from, which samples nothing", "leave it out")
+
+
+def _tame_engines(job: DumpJob) -> None:
+    """Keep engines off standard output, and without -v keep their advice about speed off standard error too."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    if common.State.verbosity >= common.VERBOSE:
+        return
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for the processes that an engine starts
+    warnings.simplefilter("ignore")
+    if job.engine == "vllm":
+        job.engine_args.setdefault("use_tqdm_on_load", False)
+
+
+def describe(dump: Dump) -> str:
+    """Return one line: where a dump is and how much it holds."""
+    prompt = sum(s.prompt_len for s in dump.sequences)
+    response = sum(max(0, s.length - s.prompt_len) for s in dump.sequences)
+    rows = max((t.rows for t in dump.tensors.values() if t.has_rows), default=0)
+    held = sum(f.stat().st_size for f in dump.path.rglob("*") if f.is_file())
+    sequences = f"{common.count(len(dump.sequences), 'sequence')} ({prompt} prompt + {response} response tokens)"
+    counts = (sequences, common.count(rows, "row"), common.count(len(dump.tensors), "tensor"), common.size(held))
+    return f"{dump.path}: {', '.join(counts)}"
+
+
+def next_command(dump: Dump, job: DumpJob) -> str:
+    """Return the command that a person will want next."""
+    here = shlex.quote(str(dump.path))
+    if job.source is not None:
+        return f"probe compare {shlex.quote(str(job.source))} {here}"
+    return f"probe dump --stage actor --from {here} -o {shlex.quote(str(dump.path.with_name('actor')))}"

@@ -1,0 +1,218 @@
+"""Preflight gates: what must hold before any tensor is worth comparing. Each says pass, warn, fail or skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from probe.compare.align import SequenceJoin, sequence_labels
+from probe.compare.match import Side
+from probe.compare.tokens import SOURCES, Sources, choose_sources, engine_semantics
+from probe.compare.weights import canonical_weights, compare_weights
+from probe.store.reader import Dump
+
+NAMES = ("tokens", "positions", "weights", "sampling", "config", "environment")
+
+SHIFT_SHARE = 0.1
+"""Log-probs count as shifted when moving them by one token leaves less than this share of the disagreement."""
+
+SHIFT_NATS = 0.1
+"""Mean disagreement (nats) of an engine's log-probs with those of its own logits that makes a shift worth trying: two
+healthy computations of one bf16 log-prob differ by about 0.01."""
+
+SHOWN = 3
+"""Examples that a gate's sentence spells out."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One gate's outcome; ``detail`` is a sentence."""
+
+    name: str
+    status: str
+    detail: str
+
+
+def tokens_gate(a: Dump, b: Dump, join: SequenceJoin) -> Gate:
+    """Compare token ids: prompts that differ fail, responses that part or sequences of one side warn."""
+    if join.conflicts:
+        left, right = (d.sequences[i] for d, i in zip((a, b), join.conflicts[0]))
+        at = _first_difference(left.tokens, right.tokens)
+        ids = [int(s.tokens[at]) if at < len(s.tokens) else None for s in (left, right)]
+        name = sequence_labels(a.sequences)[left.index]
+        problem = f"the prompt of {name} differs from position {at} on (token {ids[0]} in a, {ids[1]} in b)"
+        return Gate("tokens", "fail", f"{problem}; {len(join.conflicts)} prompts differ and were not compared")
+    parting = [
+        pair
+        for pair in join.pairs
+        if pair.prefix < min(len(a.sequences[pair.a].tokens), len(b.sequences[pair.b].tokens))
+    ]
+    alone = [f"{len(x)} sequences only in {side}" for side, x in (("a", join.only_a), ("b", join.only_b)) if x]
+    if parting:
+        alone.insert(
+            0,
+            f"the responses of {len(parting)} of {len(join.pairs)} sequences part (first {parting[0].label} at "
+            f"position {parting[0].prefix}), so later rows were not compared",
+        )
+    total = sum(pair.prefix for pair in join.pairs)
+    equal = f"{len(join.pairs)} sequences, {total} token ids equal"
+    return Gate("tokens", "warn" if alone else "pass", "; ".join([*alone, equal]))
+
+
+def _first_difference(left: np.ndarray, right: np.ndarray) -> int:
+    length = min(len(left), len(right))
+    differing = np.flatnonzero(left[:length] != right[:length])
+    return int(differing[0]) if len(differing) else length
+
+
+def positions_gate(a: Side, b: Side) -> Gate:
+    """Check on each side that the token of every row is the sequence's token at the row's position."""
+    checked = 0
+    for name, side in (("a", a), ("b", b)):
+        rows = _widest_rows(side)
+        sequence, position, token = rows["sequence"], rows["position"], rows["token"]
+        known = (sequence >= 0) & (position >= 0) & (token >= 0)
+        wrong, offsets = 0, {-1: 0, 1: 0}
+        for index in np.unique(sequence[known]):
+            ids, at = side.dump.sequences[int(index)].tokens, known & (sequence == index)
+            wrong += int((_lookup(ids, position[at]) != token[at]).sum())
+            for shift in offsets:
+                offsets[shift] += int((_lookup(ids, position[at] + shift) == token[at]).sum())
+        total = int(known.sum())
+        checked += total
+        if wrong:
+            shifted = next((s for s, hits in offsets.items() if hits > 0.9 * total), None)
+            hint = f"; they fit when moved by {shifted:+d}: a position offset" if shifted else ""
+            return Gate("positions", "fail", f"in {name}, {wrong} of {total} rows hold another token than theirs{hint}")
+    if not checked:
+        return Gate("positions", "skipped", "no tensor with token rows is stored")
+    return Gate("positions", "pass", f"all {checked} rows of both sides hold the token of their position")
+
+
+def _widest_rows(side: Side) -> np.ndarray:
+    infos = [info for info in side.dump.tensors.values() if info.has_rows]
+    if not infos:
+        return np.zeros(0, [("sequence", "i8"), ("position", "i8"), ("token", "i8")])
+    widest = max(infos, key=lambda info: info.rows)
+    return side.dump.rows(widest.module, widest.slot)
+
+
+def _lookup(ids: np.ndarray, position: np.ndarray) -> np.ndarray:
+    inside = (position >= 0) & (position < len(ids))
+    return np.where(inside, ids[np.where(inside, position, 0)] if len(ids) else -2, -2)
+
+
+def weights_gate(a: Side, b: Side) -> Gate:
+    """Compare parameter sketches within the rounding of the coarser dtype."""
+    left, right = canonical_weights(a), canonical_weights(b)
+    lacking = [name for name, weights in (("a", left), ("b", right)) if not weights]
+    if lacking:
+        return Gate(
+            "weights", "skipped", f"no parameter sketches in {' and '.join(lacking)}: weights were not compared"
+        )
+    findings = compare_weights(left, right)
+    different = [finding for finding in findings if finding.status == "different"]
+    rounded = [finding for finding in findings if finding.status == "rounded"]
+    versions = _weight_versions(a.dump, b.dump)
+    if different:
+        first = different[0]
+        more = f"{len(different)} of {len(findings)} parameters differ"
+        source = f"{left[first.name].native} in a, {right[first.name].native} in b"
+        return Gate("weights", "fail", f"{first.name} {first.detail} ({source}); {more}{versions}")
+    if not findings:
+        return Gate("weights", "warn", "no parameter has a canonical name on both sides: weights were not compared")
+    lone = [name for name in left if name not in right] + [name for name in right if name not in left]
+    notes = [f"{len(findings)} parameters agree"]
+    if rounded:
+        notes.append(f"{len(rounded)} of them within one rounding to {rounded[0].detail} (the dtypes differ)")
+    if lone:
+        notes.append(f"{len(lone)} are on one side only (first {lone[0]})")
+    return Gate("weights", "warn" if lone or versions else "pass", "; ".join(notes) + versions)
+
+
+def _weight_versions(a: Dump, b: Dump) -> str:
+    versions = [sorted({s.weight_version for s in d.sequences}) for d in (a, b)]
+    return "" if versions[0] == versions[1] else f"; declared weight versions differ (a {versions[0]}, b {versions[1]})"
+
+
+def sampling_gate(a: Dump, b: Dump) -> Gate:
+    """Compare what the log-probs mean: temperature, top-p, raw or processed, and whether they are off by one token."""
+    for name, dump in (("a", a), ("b", b)):
+        shift = shifted_by(dump)
+        if shift:
+            problem = f"the engine's log-probs of {name} fit its own logits only when moved by {shift:+d} token"
+            return Gate("sampling", "fail", f"{problem}: they are assigned to the wrong tokens")
+    sources = choose_sources(a, b)
+    if sources is None:
+        return Gate("sampling", "skipped", "a side holds no log-probs of response tokens")
+    notes = _raw_notes(a, b, sources)
+    if not sources.comparable:
+        meant = " and ".join(_meaning(d, n) for d, n in ((a, sources.a), (b, sources.b)))
+        problem = f"the log-probs are of different distributions: {meant}"
+        return Gate("sampling", "fail", f"{problem}; set one logprobs_mode and temperature on both sides")
+    if notes:
+        return Gate("sampling", "warn", "; ".join(notes))
+    return Gate("sampling", "pass", f"both sides' log-probs are {_meaning(a, sources.a)}")
+
+
+def _meaning(dump: Dump, source: str) -> str:
+    semantics = engine_semantics(dump.manifest)
+    if source == "recomputed" or (semantics.temperature == 1 and semantics.top_p == 1):
+        return "of the untouched logits (temperature 1)"
+    return f"processed with temperature {semantics.temperature:g} and top-p {semantics.top_p:g}"
+
+
+def _raw_notes(a: Dump, b: Dump, sources: Sources) -> list[str]:
+    """Return warnings that leave the comparison valid but not the PPO ratio built on these log-probs."""
+    notes = []
+    for name, dump, source in (("a", a, sources.a), ("b", b, sources.b)):
+        sampling = dump.manifest.get("sampling") or {}
+        temperature, top_p = float(sampling.get("temperature") or 0.0), float(sampling.get("top_p") or 1.0)
+        changed = temperature not in (0.0, 1.0) or top_p < 1.0
+        if changed and str(dump.manifest.get("logprobs_mode") or "raw_logprobs").startswith("raw"):
+            notes.append(
+                f"{name} sampled with temperature {temperature:g} and top-p {top_p:g} but returned raw log-probs: a "
+                "PPO ratio over its samples needs processed_logprobs"
+            )
+        elif changed and source == "recomputed":
+            notes.append(f"{name}'s processed log-probs were set aside for ones recomputed from its logits")
+    return notes
+
+
+def shifted_by(dump: Dump) -> int:
+    """Return +1 or -1 when the engine's log-probs fit those of its own logits only after moving by one token, else 0.
+
+    Needs both columns on at least 8 response tokens, so that chance does not decide.
+    """
+    table = dump.tokens[dump.tokens["response"]]
+    engine, own = table[SOURCES["engine"]], table[SOURCES["recomputed"]]
+    same = np.isfinite(engine) & np.isfinite(own)
+    if same.sum() < 8:
+        return 0
+    disagreement = float(np.abs(engine - own)[same].mean())
+    if disagreement < SHIFT_NATS:
+        return 0
+    for shift in (1, -1):
+        moved = np.roll(engine, shift)
+        usable = same & np.isfinite(moved) & (np.roll(table["sequence"], shift) == table["sequence"])
+        if usable.sum() >= 8 and float(np.abs(moved - own)[usable].mean()) < SHIFT_SHARE * disagreement:
+            return shift
+    return 0
+
+
+def gates_of(a: Side, b: Side, join: SequenceJoin, extra: Sequence[Gate]) -> list[dict[str, Any]]:
+    """Return the report's gates in their fixed order; ``extra`` are the config and environment gates."""
+    gates = {
+        gate.name: gate
+        for gate in (
+            tokens_gate(a.dump, b.dump, join),
+            positions_gate(a, b),
+            weights_gate(a, b),
+            sampling_gate(a.dump, b.dump),
+            *extra,
+        )
+    }
+    return [{"name": name, "status": gates[name].status, "detail": gates[name].detail} for name in NAMES]

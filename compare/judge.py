@@ -1,0 +1,154 @@
+"""Judge a measured difference against a modelled noise floor, and the whole comparison from its parts.
+
+docs/verdicts.md derives every constant here and says how it was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from probe.metrics import PairMetrics, coarser_dtype
+
+ROUNDING = {
+    "float64": 4.7e-17,
+    "float32": 2.5e-8,
+    "float16": 2.07e-4,
+    "bfloat16": 1.66e-3,
+    "float8_e4m3fn": 2.66e-2,
+    "float8_e5m2": 5.3e-2,
+}
+"""RMS relative error of one rounding to a dtype: 0.425 times 2^-(mantissa bits + 1), measured on bf16 and fp32."""
+
+ACCUMULATOR_ROUNDINGS = 4.0
+"""Accumulator roundings in the result of one operation, RMS over a layer's operations, for short reductions."""
+
+REDUCTION_SHARE = 0.04
+"""Accumulator roundings that one operation adds per square root of the reduction length; the two were fitted to fp32
+forwards with reductions of 256 to 8,192 terms."""
+
+GROWTH = 3.5
+"""Amplification of a rounding by the operations after it, fitted to measured floors."""
+
+SUSPECT_RISE, DIVERGENT_RISE = 4.0, 10.0
+"""Bands on the excess: noise floors of a tensor over the level that the tensors before it had reached (at least one
+floor). Healthy pairs measured at most 2.6 whatever the model amplifies, because amplification builds up gradually."""
+
+SUSPECT_FLOORS, DIVERGENT_FLOORS = 20.0, 50.0
+"""Bands on the noise floors themselves, which stop a gradual rise. Healthy pairs of models built to amplify (sharp
+attention) measured at most 9, ordinary ones at most 1.5."""
+
+ROW_FACTOR = 5.0
+"""A single row may stray this much further than a whole tensor: healthy worst rows measured at most 5.9 times it in
+96 to 128 rows, with outliers."""
+
+SUSPECT_SHARE = 0.01
+"""More suspect modules than this share make the whole comparison suspect (design: healthy pairs stay below)."""
+
+TOKEN_SUSPECT = 0.1
+"""Mean absolute log-prob difference above which tokens alone make a comparison suspect (slime's CI limit; healthy
+dense bf16 pairs measure about 0.011, mixture-of-experts pairs up to 0.07)."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict word with what it rests on.
+
+    ``floor``: modelled noise floor (relL2); ``ratio``: measured relL2 / floor; ``evidence``: the noise floors that
+    decided (of the whole tensor, its median row or its worst row); ``band``: floors above which it is divergent;
+    ``reason``: in words, empty where there is nothing to explain.
+    """
+
+    verdict: str
+    floor: float
+    ratio: float
+    evidence: float = 0.0
+    band: float = DIVERGENT_RISE
+    reason: str = ""
+
+    @property
+    def row_band(self) -> float:
+        """Return the row error (relL2) that marks a row as divergent, for the search of the first such row."""
+        return self.band * self.floor
+
+
+def modelled_floor(dtype: str, ops: int, reduction: int) -> float:
+    """Return the relL2 that rounding alone explains after ``ops`` operations in ``dtype``.
+
+    floor = GROWTH * e * sqrt(1 + ops); e joins the rounding of the result to ``dtype`` and the roundings of its float32
+    accumulator (float64 for float64) over ``reduction``, the length of the model's longest dot product. Errors of
+    independent roundings add as a square root (N. Higham and T. Mary, 2019).
+    """
+    accumulator = ROUNDING["float64" if dtype == "float64" else "float32"]
+    inside = accumulator * float(np.hypot(ACCUMULATOR_ROUNDINGS, REDUCTION_SHARE * np.sqrt(reduction)))
+    return GROWTH * float(np.hypot(ROUNDING[dtype], inside)) * float(np.sqrt(1 + ops))
+
+
+def effective_dtype(*names: str) -> str:
+    """Return the dtype whose rounding decides: the coarser of the stored tensors and of the models' own dtypes.
+
+    Logits upcast to float32 after a bf16 forward still carry bf16's noise.
+    """
+    return coarser_dtype(*names)
+
+
+def judge(metrics: PairMetrics, floor: float, level: float = 1.0) -> Judgement:
+    """Judge one tensor pair against its noise floor.
+
+    ``level``: the most noise floors that the tensors before it reached without being divergent, at least 1. A tensor is
+    divergent when it rises above DIVERGENT_RISE times that level or above DIVERGENT_FLOORS floors; suspect likewise.
+    """
+    ratio = metrics.rel_l2 / floor if metrics.pairs else float("nan")
+    if metrics.nonfinite_mismatch:
+        reason = f"{metrics.nonfinite_mismatch} values are NaN or Inf on one side only"
+        return Judgement("divergent", floor, ratio, reason=reason)
+    if not metrics.pairs:
+        return Judgement("incomparable", floor, ratio, reason="no pair of finite values")
+    if metrics.identical:
+        return Judgement("identical", floor, ratio)
+    where, evidence = _evidence(metrics, floor, ratio)
+    bands = {
+        "divergent": min(DIVERGENT_RISE * max(level, 1.0), DIVERGENT_FLOORS),
+        "suspect": min(SUSPECT_RISE * max(level, 1.0), SUSPECT_FLOORS),
+    }
+    verdict = next((word for word, band in bands.items() if evidence > band), "consistent")
+    reason = (
+        ""
+        if verdict == "consistent"
+        else f"{evidence:.3g} noise floors {where}, where {bands[verdict]:.3g} are allowed"
+    )
+    return Judgement(verdict, floor, ratio, evidence, bands["divergent"], reason)
+
+
+def _evidence(metrics: PairMetrics, floor: float, ratio: float) -> tuple[str, float]:
+    """Return the strongest sign of a difference in noise floors, and in words where it shows.
+
+    The median row speaks where a few rows of huge norm hide the others; the worst row where most are healthy.
+    """
+    signs = {
+        "over the whole tensor": ratio,
+        "in the median row": float(np.median(metrics.row_rel_l2)) / floor,
+        f"in the worst row, divided by {ROW_FACTOR:g},": float(metrics.row_rel_l2.max()) / floor / ROW_FACTOR,
+    }
+    return max(signs.items(), key=lambda item: item[1])
+
+
+def overall(
+    modules: Iterable[str], gates: Mapping[str, str], tokens: float | None, coverage: float, min_coverage: float
+) -> str:
+    """Return the verdict word of a whole comparison.
+
+    ``modules``: verdicts of the compared tensors; ``gates``: status by gate name; ``tokens``: mean absolute log-prob
+    difference or None; ``coverage``: the smaller of the shares of tensors and of rows that were compared.
+    """
+    words = [word for word in modules if word not in ("missing", "incomparable")]
+    failed = any(gates.get(name) == "fail" for name in ("weights", "sampling", "config", "positions"))
+    if "divergent" in words or failed:
+        return "divergent"
+    if (not words and tokens is None) or coverage < min_coverage:
+        return "incomparable"
+    if words and words.count("suspect") > SUSPECT_SHARE * len(words):
+        return "suspect"
+    return "suspect" if tokens is not None and tokens > TOKEN_SUSPECT else "consistent"

@@ -1,0 +1,43 @@
+"""Locate a divergence: the first module in execution order, and the first row of it, by position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from probe.compare.align import SequencePair
+from probe.compare.measure import Measured
+from probe.compare.names.base import key_of
+
+
+def first_divergent(measured: Iterable[Measured]) -> Measured | None:
+    """Return the first divergent tensor in execution order; a leaf precedes the layer that contains it."""
+    return next((entry for entry in measured if entry.judgement.verdict == "divergent"), None)
+
+
+def first_row(entry: Measured) -> int | None:
+    """Return the joined row, first by position and then by sequence, whose error exceeds the divergent band.
+
+    A row with a non-finite value on one side only counts as such; without any the worst row is returned.
+    """
+    metrics, join = entry.metrics, entry.join
+    if metrics is None or join is None or not metrics.rows:
+        return None
+    beyond = np.flatnonzero((metrics.row_rel_l2 > entry.judgement.row_band) | metrics.row_mismatch)
+    if not len(beyond):
+        return metrics.worst_row
+    return int(beyond[np.lexsort((join.pair[beyond], join.position[beyond]))[0]])
+
+
+def first_divergence(measured: list[Measured], pairs: list[SequencePair]) -> dict[str, object] | None:
+    """Return ``{name, slot, position, sequence}`` of the first divergence, or None."""
+    entry = first_divergent(measured)
+    if entry is None:
+        return None
+    name, slot = key_of(entry.match.label)
+    row = first_row(entry)
+    if row is None or entry.join is None:
+        return {"name": name, "slot": slot, "position": None, "sequence": None}
+    position, pair = int(entry.join.position[row]), pairs[int(entry.join.pair[row])]
+    return {"name": name, "slot": slot, "position": position, "sequence": pair.label}

@@ -1,0 +1,238 @@
+"""The report as report.html: one self-contained page without a single network request.
+
+``view`` reduces the report to what the page shows, as plain data; ``render`` puts it into the template. A Content
+Security Policy with the hash of every script forbids the browser to load or run anything else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from probe.compare.report import charts, markdown
+from probe.compare.report.model import (
+    OPTIONAL_SECTIONS,
+    VERDICTS,
+    Layer,
+    Report,
+    clean_floats,
+    differing_environment,
+    focus,
+    in_order,
+    is_built,
+    is_first_divergence,
+    label,
+    number,
+    verdict_counts,
+    visible,
+    worst_first,
+    worst_tokens,
+)
+
+_HERE = Path(__file__).parent
+#: Largest page in bytes that stays easy to mail and quick to open; above it the caps shrink.
+MAX_BYTES = 5_000_000
+_MAX_NAME, _MAX_TEXT = 200, 48
+
+#: Columns of the module table: key in an entry of ``layers``, heading, what it means.
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("order", "#", "execution order"),
+    ("name", "module", "canonical name; the slot follows the colon where it is not output.0"),
+    ("verdict", "verdict", "judged against the noise floor"),
+    ("rel_l2", "relL2", "relative L2 error"),
+    ("floor", "floor", "noise floor of the relative L2 error"),
+    ("ratio", "ratio", "relL2 / floor"),
+    ("own_error", "own error", "error this module adds to that of its input"),
+    ("max_abs", "max |Δ|", "largest absolute difference"),
+    ("one_minus_cos", "1 − cos", "one minus the cosine similarity"),
+    ("ulp_p99", "ULP p99", "99th percentile of the distance in units in the last place"),
+    ("norm_ratio", "norm ratio", "norm of B / norm of A"),
+    ("bad", "NaN, Inf", "values that are not finite, both sides"),
+    ("rows", "rows", "tokens compared"),
+    ("worst", "worst row", "sequence and position with the largest error"),
+    ("reason", "note", "why the tensor could not be compared, or what to know about it"),
+)
+
+
+@dataclass(frozen=True)
+class Caps:
+    """How much a page may hold: table rows, sequences in the token strip, tokens per sequence, entries of a list."""
+
+    modules: int = 5000
+    sequences: int = 64
+    tokens: int = 512
+    listed: int = 200
+
+    def smaller(self) -> Caps:
+        """Return the next smaller caps: the token strip gives way first, then everything is halved."""
+        if self.tokens > 128:
+            return replace(self, sequences=self.sequences // 2, tokens=self.tokens // 2)
+        return Caps(self.modules // 2, max(1, self.sequences // 2), self.tokens // 2, self.listed // 2)
+
+
+def render(report: Report) -> str:
+    """Return the page as text; if it is larger than MAX_BYTES, again with less in it, and the page says so."""
+    caps = Caps()
+    page = _page(report, caps)
+    while len(page.encode("utf-8", "replace")) > MAX_BYTES and caps.tokens > 8:
+        caps = caps.smaller()
+        page = _page(report, caps)
+    return page
+
+
+def view(report: Report, caps: Caps | None = None) -> dict[str, Any]:
+    """Return the data embedded in the page: module table, token strips, and what was left out, all strict JSON."""
+    caps = caps or Caps()
+    kept = _kept_layers(report, caps)
+    sequences = report["tokens"].get("sequences") or []
+    worst = sorted(range(len(sequences)), key=lambda index: -(sequences[index].get("max_abs") or 0.0))
+    chosen = [sequences[index] for index in sorted(worst[: caps.sequences])]
+    strips = [_strip(sequence, caps.tokens) for sequence in chosen]
+    data = {
+        "schema": report["schema"],
+        "probe": report["probe"],
+        "created": report["created"],
+        "verdict": report["verdict"],
+        "text": bool(report["tokens"].get("text")),
+        "verdicts": VERDICTS,
+        "modules": {"columns": [key for key, _, _ in COLUMNS], "rows": [_table_row(report, layer) for layer in kept]},
+        "strips": strips,
+        "left_out": {
+            "modules": len(report["layers"]) - len(kept),
+            "sequences": len(sequences) - len(chosen),
+            "tokens": sum(strip["left_out"] for strip in strips) + (report["tokens"].get("strip_truncated") or 0),
+        },
+    }
+    return dict(clean_floats(data))
+
+
+def encode_json(value: Any) -> str:
+    """Return compact strict JSON that is safe inside a script element: it holds no ``<``, ``>`` or ``&``."""
+    # Not ASCII only: a page of Chinese text would double in size.
+    text = json.dumps(clean_floats(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
+
+
+def _page(report: Report, caps: Caps) -> str:
+    from jinja2 import Environment, FileSystemLoader
+    from markupsafe import Markup
+
+    kept = _kept_layers(report, caps)
+    tokens = report["tokens"]
+    positions = (tokens.get("by_position") or [])[: 4 * caps.tokens]
+    figures = {"layer-curve": charts.layer_curve(report, kept), "position-curve": charts.position_curve(positions)}
+    figures = {name: item for name, item in figures.items() if item}
+    scripts = ["\n" + (_HERE / "page.js").read_text(encoding="utf-8")]
+    if figures:
+        scripts.insert(0, "\n" + charts.bokeh_script() + "\n")
+    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(num=number, visible=visible, label=label, module=_module_name)
+    return environment.get_template("template.html").render(
+        report=report,
+        tokens=tokens,
+        worst=worst_tokens(report)[: caps.listed],
+        positions=positions,
+        policy=_policy(scripts),
+        scripts=[Markup(script) for script in scripts],
+        style=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
+        data=Markup(encode_json(view(report, caps))),
+        figures=Markup(encode_json(figures)),
+        has=figures.keys(),
+        columns=COLUMNS,
+        counts=verdict_counts(report["layers"]),
+        curve=[(layer, is_first_divergence(report, layer)) for layer in kept],
+        focus=[(layer, is_first_divergence(report, layer)) for layer in focus(report, 8)],
+        environment=differing_environment(report),
+        optional=_optional(report),
+        listed=caps.listed,
+        colors={verdict: color for verdict, (color, _) in charts.MARKS.items()},
+        left_out=len(report["layers"]) - len(kept),
+        sides=_sides(report),
+        backends=sorted({key for side in report["backends"].values() for key in side}),
+        issue=markdown.render(report),
+    )
+
+
+def _module_name(entry: Mapping[str, Any]) -> Any:
+    """Return the name of a tensor as markup that may break after each dot."""
+    from markupsafe import Markup, escape
+
+    name = str(escape(visible(label(entry), _MAX_NAME)))
+    return Markup(name.replace(".", ".<wbr>"))
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    hashes = [base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    # Bokeh sets inline styles and draws its toolbar icons from data URLs; nothing comes from outside the file.
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
+
+
+def _kept_layers(report: Report, caps: Caps) -> list[Layer]:
+    """Return the layers in execution order; over the cap, the worst ones."""
+    layers = report["layers"]
+    return in_order(layers if len(layers) <= caps.modules else worst_first(layers)[: caps.modules])
+
+
+def _short(value: Any, digits: int = 4) -> Any:
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def _table_row(report: Report, layer: Layer) -> list[Any]:
+    derived = {
+        "name": visible(label(layer), _MAX_NAME),
+        "bad": sum(layer.get(key) or 0 for key in ("nan_a", "nan_b", "inf_a", "inf_b")),
+        "worst": _place(layer.get("worst_row")),
+        "reason": visible(layer.get("reason") or "", _MAX_NAME),
+    }
+    # The page shows three digits; six are kept so that it does not round twice.
+    cells = [derived[key] if key in derived else _short(layer.get(key), 6) for key, _, _ in COLUMNS]
+    return [*cells, 1] if is_first_divergence(report, layer) else cells
+
+
+def _place(row: Mapping[str, Any] | None) -> str | None:
+    return f"{visible(row.get('sequence'), 40)} @ {row.get('position')}" if row else None
+
+
+def _strip(sequence: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """Return one sequence as columns; over ``limit`` tokens, the part around the start of the response."""
+    tokens = sequence.get("strip") or []
+    prompt = sequence.get("prompt_len") or 0
+    start = min(max(0, prompt - limit // 8), max(0, len(tokens) - limit))
+    shown = tokens[start : start + limit]
+    return {
+        "sequence": visible(sequence["sequence"], _MAX_NAME),
+        "length": sequence.get("length"),
+        "mean_abs": _short(sequence.get("mean_abs")),
+        "max_abs": _short(sequence.get("max_abs")),
+        "left_out": len(tokens) - len(shown),
+        "position": [token["position"] for token in shown],
+        "token": [token.get("token") for token in shown],
+        "text": [None if token.get("text") is None else visible(token["text"], _MAX_TEXT) for token in shown],
+        "response": "".join("1" if token.get("response") else "0" for token in shown),
+        **{key: [_short(token.get(key)) for token in shown] for key in ("logprob_a", "logprob_b", "diff")},
+    }
+
+
+def _optional(report: Report) -> list[tuple[str, Any, bool]]:
+    return [(title, report[key], is_built(report[key])) for key, title in OPTIONAL_SECTIONS.items()]
+
+
+def _sides(report: Report) -> list[tuple[str, Any, Any]]:
+    rows = (
+        ("stage", "stage"), ("engine", "engine"), ("version", "engine_version"), ("model", "model"),
+        ("dtype", "dtype"), ("device", "device"), ("sequences", "sequences"), ("prompt tokens", "prompt_tokens"),
+        ("response tokens", "response_tokens"), ("tensors", "tensors"), ("complete", "complete"),
+        ("prompts only", "prompts_only"), ("dump", "path"),
+    )  # fmt: skip
+    words = {True: "yes", False: "no"}
+    values = [[report[side].get(key) for side in ("a", "b")] for _, key in rows]
+    shown = [[words[value] if isinstance(value, bool) else value for value in pair] for pair in values]
+    return [(title, a, b) for (title, _), (a, b) in zip(rows, shown)]

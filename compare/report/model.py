@@ -1,0 +1,226 @@
+"""The report as plain data: what ``report.json`` holds, and the small questions every form asks of it.
+
+Nothing here measures or judges; ``probe.compare.run`` makes the dictionary, the forms render it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+Report = dict[str, Any]
+Layer = dict[str, Any]
+
+SCHEMA = 1
+
+#: Verdict words of one module, the worst first. The order is the sort order of every table.
+VERDICTS = ("divergent", "suspect", "incomparable", "missing", "consistent", "identical")
+#: Verdict words of the whole comparison.
+OVERALL = ("consistent", "suspect", "divergent", "incomparable")
+GATE_STATUSES = ("pass", "warn", "fail", "skipped")
+#: Sections that may be ``{"status": "not built", "detail": ...}`` and the words a reader sees for them.
+OPTIONAL_SECTIONS = {"suspects": "Suspected causes", "ppo": "Effect on the PPO update", "action": "Recommended action"}
+NOT_BUILT = "not built"
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "schema": (int,),
+    "probe": (str,),
+    "created": (str,),
+    "a": (dict,),
+    "b": (dict,),
+    "verdict": (str,),
+    "summary": (str,),
+    "not_compared": (list,),
+    "gates": (list,),
+    "coverage": (dict,),
+    "layers": (list,),
+    "first_divergence": (dict, type(None)),
+    "suspects": (dict, list),
+    "tokens": (dict,),
+    "ppo": (dict,),
+    "environment": (list,),
+    "backends": (dict,),
+    "action": (dict, str),
+    "next_commands": (list,),
+}
+_ENTRY_KEYS = {
+    "gates": ("name", "status", "detail"),
+    "layers": ("name", "slot", "order", "verdict"),
+    "environment": ("key", "a", "b", "severity"),
+}
+
+
+def clean_floats(value: Any) -> Any:
+    """Return a copy that JSON can hold: NaN and infinities become None, numpy values become Python ones."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): clean_floats(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [clean_floats(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy scalars and arrays, recognised without importing numpy
+        return clean_floats(value.tolist())
+    return str(value)
+
+
+def dumps(value: Any) -> str:
+    """Return indented, ASCII-only, strict JSON text; non-finite floats are written as null."""
+    return json.dumps(clean_floats(value), indent=2, allow_nan=False)
+
+
+def write_json(report: Report, path: Path) -> None:
+    """Write ``report`` to ``path`` as indented UTF-8 JSON with a final newline."""
+    path.write_text(dumps(report) + "\n", encoding="utf-8")
+
+
+def validate(report: Mapping[str, Any]) -> None:
+    """Check the top-level keys, their types and the words they may hold.
+
+    Raises ValueError that lists every problem: a report that does not validate is a programming error, not a user's.
+    """
+    problems = [f"missing key {key!r}" for key in _TYPES if key not in report]
+    for key, types in _TYPES.items():
+        if key in report and not isinstance(report[key], types):
+            names = " or ".join(kind.__name__ for kind in types)
+            problems.append(f"{key!r} is {type(report[key]).__name__}, expected {names}")
+    if not problems:
+        problems = list(_word_problems(report))
+    if problems:
+        raise ValueError("not a valid report: " + "; ".join(problems))
+
+
+def _word_problems(report: Mapping[str, Any]) -> Iterable[str]:
+    if report["schema"] != SCHEMA:
+        yield f"schema is {report['schema']}, expected {SCHEMA}"
+    if report["verdict"] not in OVERALL:
+        yield f"verdict is {report['verdict']!r}, expected one of {', '.join(OVERALL)}"
+    for section, keys in _ENTRY_KEYS.items():
+        for index, entry in enumerate(report[section]):
+            absent = [key for key in keys if key not in entry]
+            if absent:
+                yield f"{section}[{index}] lacks {', '.join(absent)}"
+    for gate in report["gates"]:
+        if gate.get("status") not in GATE_STATUSES:
+            yield f"gate {gate.get('name')!r} has status {gate.get('status')!r}"
+    for layer in report["layers"]:
+        if layer.get("verdict") not in VERDICTS:
+            yield f"layer {layer.get('name')!r} has verdict {layer.get('verdict')!r}"
+
+
+def is_built(section: Any) -> bool:
+    """Tell whether an optional section holds results."""
+    return not (isinstance(section, Mapping) and section.get("status") == NOT_BUILT)
+
+
+def label(entry: Mapping[str, Any]) -> str:
+    """Return the name a reader sees for a tensor: the slot is left out where it is the usual ``output.0``."""
+    slot = entry.get("slot") or "output.0"
+    return str(entry["name"]) if slot == "output.0" else f"{entry['name']}:{slot}"
+
+
+def in_order(layers: Iterable[Layer]) -> list[Layer]:
+    """Return the layers in execution order; entries without an order come last."""
+    return sorted(layers, key=lambda layer: (layer.get("order") is None, layer.get("order") or 0))
+
+
+def worst_first(layers: Iterable[Layer]) -> list[Layer]:
+    """Return the layers by verdict, then by ratio to the noise floor, the worst first."""
+
+    def key(layer: Layer) -> tuple[int, float, int]:
+        return (VERDICTS.index(layer["verdict"]), -(layer.get("ratio") or 0.0), layer.get("order") or 0)
+
+    return sorted(layers, key=key)
+
+
+def is_first_divergence(report: Report, layer: Layer) -> bool:
+    """Tell whether ``layer`` is the first divergent tensor."""
+    first = report["first_divergence"]
+    return bool(first) and (first["name"], first.get("slot")) == (layer["name"], layer.get("slot"))
+
+
+def focus(report: Report, limit: int = 15, before: int = 3) -> list[Layer]:
+    """Return the few layers worth reading first, in execution order.
+
+    With a first divergence: ``before`` tensors before it, itself, and the flagged ones that follow. Without one: the
+    ``limit`` tensors nearest to (or furthest above) their noise floor, bit-identical ones left out.
+    """
+    ordered = in_order(report["layers"])
+    start = next((index for index, layer in enumerate(ordered) if is_first_divergence(report, layer)), None)
+    if start is None:
+        return in_order(worst_first(layer for layer in ordered if layer["verdict"] != "identical")[:limit])
+    flagged = [layer for layer in ordered[start + 1 :] if layer["verdict"] in ("divergent", "suspect")]
+    return (ordered[max(0, start - before) : start + 1] + flagged)[:limit]
+
+
+def verdict_counts(layers: Iterable[Layer]) -> dict[str, int]:
+    """Count the layers per verdict, the worst first, leaving out verdicts that do not occur."""
+    words = [layer["verdict"] for layer in layers]
+    return {word: words.count(word) for word in VERDICTS if word in words}
+
+
+def differing_environment(report: Report) -> list[dict[str, Any]]:
+    """Return the environment entries whose two sides differ, warnings first."""
+    entries = [entry for entry in report["environment"] if entry["a"] != entry["b"]]
+    return sorted(entries, key=lambda entry: entry["severity"] != "warn")
+
+
+def worst_tokens(report: Report) -> list[dict[str, Any]]:
+    """Return the worst tokens, the worst first, without those whose two log-probs are the same."""
+    return [token for token in report["tokens"].get("worst") or [] if token.get("diff")]
+
+
+def without_text(report: Report) -> Report:
+    """Return a copy of the report with every token text and context removed (``--no-text``)."""
+    tokens = dict(report["tokens"])
+    if "compared" in tokens:
+        tokens["text"] = False
+    tokens["worst"] = [_drop_text(token) for token in tokens.get("worst") or []]
+    tokens["sequences"] = [
+        {**sequence, "strip": [_drop_text(token) for token in sequence.get("strip") or []]}
+        for sequence in tokens.get("sequences") or []
+    ]
+    return {**report, "tokens": tokens}
+
+
+def _drop_text(token: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: None if key in ("text", "context") else value for key, value in token.items()}
+
+
+def visible(text: Any, limit: int = 0) -> str:
+    """Return ``text`` safe to print: control, bidirectional-override and lone-surrogate characters are spelled out.
+
+    ``limit`` > 0 cuts to that many characters, with an ellipsis. Token text comes from a model and may hold terminal
+    escape sequences.
+    """
+    shown = str(text)
+    if limit:
+        shown = shown[: limit + 1]
+    if not shown.isprintable():  # most text is, and this test is fast
+        shown = "".join(map(_spell, shown))
+    return shown if not limit or len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def _spell(char: str) -> str:
+    if unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+        return char
+    return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(char, f"\\x{ord(char):02x}" if ord(char) < 256 else _long(char))
+
+
+def _long(char: str) -> str:
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """Return a number with ``digits`` significant digits, and a dash for None."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "-"
+    if isinstance(value, int):
+        return str(value)
+    # Adding zero turns -0.0 into 0.0.
+    return f"{value + 0.0:.{digits}g}" if isinstance(value, float) else str(value)

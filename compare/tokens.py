@@ -1,0 +1,220 @@
+"""Per-token divergence of log-probabilities on response tokens, by position, by sequence, and the worst tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from probe.compare.align import SequenceJoin
+from probe.metrics import TOKEN_METRICS, token_metrics
+from probe.store.reader import Dump
+
+WORST_TOKENS = 20
+CONTEXT_TOKENS = 16
+STRIP_TOKENS = 20_000
+"""Tokens in all strips together; sequences beyond it (the least divergent ones) are counted as truncated."""
+
+SOURCES = {"engine": "logprob", "recomputed": "logprob_recomputed"}
+Decoder = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class Semantics:
+    """What distribution a side's log-probs belong to: the temperature and top-p already in them."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Which log-probs each side contributes, and whether both are of one distribution."""
+
+    a: str
+    b: str
+    comparable: bool
+
+
+def engine_semantics(manifest: Mapping[str, Any]) -> Semantics:
+    """Return what an engine's own log-probs contain: processed ones have temperature and top-p in them, raw neither."""
+    if not str(manifest.get("logprobs_mode") or "").startswith("processed"):
+        return Semantics()
+    sampling = manifest.get("sampling") or {}
+    return Semantics(float(sampling.get("temperature") or 1.0), float(sampling.get("top_p") or 1.0))
+
+
+def choose_sources(a: Dump, b: Dump) -> Sources | None:
+    """Return the log-probs to compare: the engine's where stored, both recomputed where those mean different things.
+
+    None when a side has no log-prob of a response token.
+    """
+    stored = [{name for name, column in SOURCES.items() if _any(d, column)} for d in (a, b)]
+    if not all(stored):
+        return None
+    first, second = ("engine" if "engine" in names else "recomputed" for names in stored)
+    meanings = {
+        (engine_semantics(d.manifest) if name == "engine" else Semantics()) for d, name in ((a, first), (b, second))
+    }
+    if len(meanings) > 1 and all("recomputed" in names for names in stored):
+        return Sources("recomputed", "recomputed", True)
+    return Sources(first, second, len(meanings) == 1)
+
+
+def _any(dump: Dump, column: str) -> bool:
+    return bool(np.isfinite(dump.tokens[column][dump.tokens["response"]]).any())
+
+
+@dataclass(frozen=True)
+class JoinedTokens:
+    """Response tokens whose log-prob both sides have: arrays [tokens], ``pair`` indexing the sequence pairs."""
+
+    pair: np.ndarray
+    position: np.ndarray
+    token: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+
+
+def join_tokens(a: Dump, b: Dump, join: SequenceJoin, sources: Sources) -> JoinedTokens:
+    """Join the two token tables by (sequence, position) within the common prefixes, response tokens only."""
+    parts: list[tuple[np.ndarray, ...]] = []
+    spans_a, spans_b = _spans(a.tokens, len(a.sequences)), _spans(b.tokens, len(b.sequences))
+    for number, pair in enumerate(join.pairs):
+        left, right = a.tokens[spans_a[pair.a]], b.tokens[spans_b[pair.b]]
+        _, in_a, in_b = np.intersect1d(left["position"], right["position"], return_indices=True)
+        left, right = left[in_a], right[in_b]
+        x, y = left[SOURCES[sources.a]], right[SOURCES[sources.b]]
+        response = left["response"] | right["response"]
+        keep = response & np.isfinite(x) & np.isfinite(y) & (left["position"] < pair.prefix)
+        parts.append((np.full(int(keep.sum()), number), left["position"][keep], left["token"][keep], x[keep], y[keep]))
+    if not parts:
+        return JoinedTokens(*(np.zeros(0, np.int64) for _ in range(3)), *(np.zeros(0) for _ in range(2)))
+    return JoinedTokens(*(np.concatenate(columns) for columns in zip(*parts)))
+
+
+def _spans(tokens: np.ndarray, count: int) -> list[slice]:
+    """Return where each sequence's tokens lie; the table is sorted by (sequence, position)."""
+    bounds = np.searchsorted(tokens["sequence"], np.arange(count + 1))
+    return [slice(int(start), int(stop)) for start, stop in pairwise(bounds)]
+
+
+def compare_tokens(a: Dump, b: Dump, join: SequenceJoin, *, text: bool = True) -> dict[str, Any]:
+    """Return the ``tokens`` section of the report; figures are None where no token could be compared."""
+    sources = choose_sources(a, b)
+    decode = load_decoder(a, b) if text else None
+    report: dict[str, Any] = {
+        "compared": 0,
+        "source_a": sources.a if sources else None,
+        "source_b": sources.b if sources else None,
+        **dict.fromkeys(TOKEN_METRICS),
+        "text": decode is not None,
+        **{"by_position": [], "worst": [], "sequences": [], "strip_truncated": 0},
+    }
+    if not sources:
+        return report
+    tokens = join_tokens(a, b, join, sources)
+    report |= {"compared": len(tokens.a), **token_metrics(tokens.a, tokens.b)}
+    report["by_position"] = _by_position(a, join, tokens)
+    report["worst"] = _worst(a, join, tokens, decode)
+    report["sequences"], report["strip_truncated"] = _sequences(a, join, tokens, decode)
+    return report
+
+
+def _by_position(a: Dump, join: SequenceJoin, tokens: JoinedTokens) -> list[dict[str, Any]]:
+    prompt = np.array([a.sequences[pair.a].prompt_len for pair in join.pairs], np.int64)
+    place = tokens.position - prompt[tokens.pair] if len(tokens.pair) else tokens.position
+    gap = np.abs(tokens.b - tokens.a)
+    return [
+        {"position": int(p), "count": int(at.sum()), "mean_abs": float(gap[at].mean()), "max_abs": float(gap[at].max())}
+        for p in np.unique(place)
+        for at in [place == p]
+    ]
+
+
+def _worst(a: Dump, join: SequenceJoin, tokens: JoinedTokens, decode: Decoder | None) -> list[dict[str, Any]]:
+    entries = []
+    for at in np.argsort(-np.abs(tokens.b - tokens.a), kind="stable")[:WORST_TOKENS]:
+        pair, position = join.pairs[int(tokens.pair[at])], int(tokens.position[at])
+        before = a.sequences[pair.a].tokens[max(0, position - CONTEXT_TOKENS) : position].tolist()
+        context = decode(before) if decode else " ".join(map(str, before))
+        entries.append({"sequence": pair.label, **_token(tokens, int(at), decode), "context": context})
+    return entries
+
+
+def _token(tokens: JoinedTokens, at: int, decode: Decoder | None) -> dict[str, Any]:
+    token = int(tokens.token[at])
+    return {
+        "position": int(tokens.position[at]),
+        "token": token,
+        "text": decode([token]) if decode else None,
+        "logprob_a": float(tokens.a[at]),
+        "logprob_b": float(tokens.b[at]),
+        "diff": float(tokens.b[at] - tokens.a[at]),
+    }
+
+
+def _sequences(
+    a: Dump, join: SequenceJoin, tokens: JoinedTokens, decode: Decoder | None
+) -> tuple[list[dict[str, Any]], int]:
+    """Return one entry per sequence, with strips for the most divergent ones, and how many go without."""
+    gap = np.abs(tokens.b - tokens.a)
+    entries: list[dict[str, Any]] = []
+    members: list[np.ndarray] = []
+    for number, pair in enumerate(join.pairs):
+        sequence, at = a.sequences[pair.a], np.flatnonzero(tokens.pair == number)
+        members.append(at)
+        figures = {"mean_abs": float(gap[at].mean()), "max_abs": float(gap[at].max())} if len(at) else {}
+        entries.append(
+            {
+                "sequence": pair.label,
+                "prompt_len": sequence.prompt_len,
+                "length": len(sequence.tokens),
+                **{"mean_abs": None, "max_abs": None, **figures, "strip": []},
+            }
+        )
+    budget, truncated = STRIP_TOKENS, 0
+    for number in sorted(range(len(entries)), key=lambda n: -(entries[n]["max_abs"] or 0.0)):
+        budget -= entries[number]["length"]
+        if budget < 0:
+            truncated += 1
+            continue
+        ids = a.sequences[join.pairs[number].a].tokens
+        entries[number]["strip"] = _strip(ids, entries[number]["prompt_len"], tokens, members[number], decode)
+    return entries, truncated
+
+
+def _strip(
+    ids: np.ndarray, prompt_len: int, tokens: JoinedTokens, at: np.ndarray, decode: Decoder | None
+) -> list[dict[str, Any]]:
+    compared = {int(tokens.position[n]): _token(tokens, int(n), decode) for n in at}
+    blank = {"logprob_a": None, "logprob_b": None, "diff": None}
+    return [
+        compared.get(
+            position,
+            {"position": position, "token": token, "text": decode([token]) if decode else None, **blank},
+        )
+        | {"response": position >= prompt_len}
+        for position, token in enumerate(ids.tolist())
+    ]
+
+
+def load_decoder(*dumps: Dump) -> Decoder | None:
+    """Return ids -> text through the tokenizer.json beside a dump's checkpoint, or None when there is none to use."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return None
+    for dump in dumps:
+        path = Path(str((dump.manifest.get("model") or {}).get("path") or "")) / "tokenizer.json"
+        if path.is_file():
+            try:
+                tokenizer = Tokenizer.from_file(str(path))
+            except Exception:  # tokenizers raises bare Exception for a file that it cannot parse: ids will do
+                return None
+            return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    return None
