@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from probe.errors import CaptureError
-from probe.hooks.capture import Capture, unwrap
+from probe.hooks.capture import Capture, refuse_compiled, unwrap
 from probe.hooks.engines.megatron import MegatronAdapter
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.transformers import BatchAdapter
@@ -21,6 +21,7 @@ from probe.hooks.runners.tokens import write_tokens
 from probe.hooks.weights import sketches
 from probe.manifest import make_manifest, package_versions, write_manifest
 from probe.settings import Settings
+from probe.store.schema import MANIFEST_NAME, WeightSketch
 from probe.store.writer import DumpWriter
 
 log = logging.getLogger("probe")
@@ -59,28 +60,62 @@ def attach(model: Any, settings: Settings, step: int, rank: int, writer: DumpWri
     """Hook a model and return the running capture; ``writer`` and ``adapter`` continue those of the same step."""
     runner = find_runner(model)
     chunks = [runner.model] if runner is not None else list(model) if isinstance(model, list | tuple) else [model]
-    for chunk in chunks:
-        if not isinstance(chunk, torch.nn.Module):
-            raise CaptureError(f"cannot capture a {type(chunk).__name__}", "pass a torch.nn.Module or a list of them")
+    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
+        raise CaptureError(f"cannot capture {_described(model)}", "pass a torch.nn.Module or a list of them")
+    refuse_compiled(chunks)
     kind = kind_of(chunks[0])
     if kind.engine == "vllm" and runner is None:
         raise CaptureError("this vLLM model has no model runner in this process", "pass the LLM, or use 'probe dump'")
     stage = settings.stage or kind.stage
     manifest = _manifest(kind, stage, unwrap(chunks[0]), runner, settings)
-    if writer is None:
-        folder = Path(settings.dump_path)
-        path = folder / stage / f"step{step}" / f"rank{rank}.h5"
-        writer = DumpWriter(path, manifest, block_bytes=settings.block_bytes)
-        write_manifest(folder, manifest)
-        for chunk in chunks:
-            for weight in sketches(unwrap(chunk)):
-                writer.add_weight(weight)
-    if adapter is None:
+    if writer is not None:
+        return _hook(chunks, adapter, writer, runner, settings, manifest)
+    folder = Path(settings.dump_path)
+    writer = open_writer(folder / stage / f"step{step}" / f"rank{rank}.h5", manifest, settings)
+    try:
         adapter = make_adapter(kind, writer, runner, settings)
+        for chunk in chunks:
+            for weight in named_sketches(unwrap(chunk), adapter):
+                writer.add_weight(weight)
+        attached = _hook(chunks, adapter, writer, runner, settings, manifest)
+    except BaseException:
+        writer.discard()
+        raise
+    write_manifest(folder, manifest)
+    return attached
+
+
+def open_writer(path: Path, manifest: dict[str, Any], settings: Settings) -> DumpWriter:
+    """Open a dump file, with a clear error where the folder cannot be written."""
+    try:
+        return DumpWriter(path, manifest, block_bytes=settings.block_bytes)
+    except OSError as error:
+        raise CaptureError(f"cannot write {path} ({error.strerror or error})", "choose another dump_path") from None
+
+
+def named_sketches(chunk: torch.nn.Module, adapter: Any) -> Iterator[WeightSketch]:
+    """Yield the sketches of a model's parameters, named after their modules as the dump names those."""
+    modules = {native: adapter.module_path(native, m) for native, m in chunk.named_modules(remove_duplicate=False)}
+
+    def renamed(parameter: str) -> str:
+        native, _, leaf = parameter.rpartition(".")
+        return f"{modules.get(native) or native}.{leaf}".lstrip(".")
+
+    for weight in sketches(chunk):
+        yield replace(weight, name=renamed(weight.name), alias=renamed(weight.alias) if weight.alias else "")
+
+
+def _hook(
+    chunks: list[torch.nn.Module], adapter: Any, writer: DumpWriter, runner: Any, settings: Settings, manifest: Any
+) -> Attached:
     capture = Capture(writer, adapter, settings)
     capture.attach(chunks)
     undo = record_schedule(runner, adapter) if runner is not None else None
     return Attached(writer, adapter, capture, manifest, undo)
+
+
+def _described(model: Any) -> str:
+    return "an empty list" if isinstance(model, list | tuple) and not model else f"a {type(model).__name__}"
 
 
 def kind_of(model: torch.nn.Module) -> Kind:
@@ -101,15 +136,15 @@ def make_adapter(kind: Kind, writer: DumpWriter, runner: Any, settings: Settings
 def complete(writer: DumpWriter, adapter: Any, manifest: dict[str, Any]) -> None:
     """Close a step's file and, where this process saw whole sequences, add ids and log-probs beside it."""
     if not writer.tensor_rows:
-        writer.abandon()
-        writer.partial.unlink()
-        for folder in writer.partial.parents[:3]:
-            with contextlib.suppress(OSError):
-                (folder / "manifest.json").unlink(missing_ok=True) if folder == writer.partial.parents[2] else None
+        writer.discard()
+        folder = writer.path.parents[2]
+        if folder.is_dir() and not any(folder.glob("*/step*")):
+            (folder / MANIFEST_NAME).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # other files are there
                 folder.rmdir()
         return
     path = writer.close()
-    if int(manifest["topology"].get("world_size", 1)) == 1 and adapter.book.sequences:
+    if manifest["world_size"] == 1 and adapter.book.sequences:
         write_tokens(path.parent, manifest, adapter.logits)
 
 
@@ -125,12 +160,18 @@ def _manifest(kind: Kind, stage: str, model: torch.nn.Module, runner: Any, setti
         {"path": path, "architecture": architecture, "config": config},
         dtype=str(parameter.dtype).removeprefix("torch."),
         device=parameter.device.type,
+        world_size=_world_size(),
         prompts_only=settings.prompts_only,
         task=settings.task,
         sampling={},
         source_dump=None,
         backends={},
     )
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _config(model: torch.nn.Module, runner: Any) -> tuple[dict[str, Any], str]:

@@ -10,13 +10,15 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from probe.errors import CaptureError
-from probe.hooks.device import HostTransfer, dtype_name
+from probe.hooks.device import HostTransfer, dtype_name, indexable
 from probe.hooks.rows import CallRows
 from probe.settings import Settings
-from probe.store.schema import ModuleInfo, RowSegment
+from probe.store.dtypes import DTYPES
+from probe.store.schema import ROW, ModuleInfo, RowSegment
 from probe.store.writer import DumpWriter
 
 log = logging.getLogger("probe")
@@ -29,13 +31,18 @@ SCALARS = (
 """Module attributes that numbers in a tensor cannot show and a comparison needs."""
 ROWLESS_BYTES = 1 << 20
 """A tensor without a token axis (masks, attention probabilities) is stored up to this size: it grows with the square of
-the length and no comparison by token can use it. Larger ones are listed with their module as left out."""
+the length and no comparison by token can use it. Larger ones are listed with their module as left out, and so are
+tensors of a dtype that a dump cannot hold (complex numbers)."""
+PENDING_BYTES = 256 << 20
+"""Copies of a running forward that may wait in host memory before they are handed to the writer."""
 
 
 class EngineAdapter(Protocol):
     """What a capture must know about an engine; one per file in probe.hooks.engines."""
 
     name: str
+    runs_after_forward: bool
+    """Whether modules that belong to a call run after the model's own forward has returned."""
 
     def module_path(self, path: str, module: torch.nn.Module) -> str | None:
         """Return the module's path in the dump, or None for a module that is not hooked."""
@@ -89,15 +96,20 @@ class Capture:
         self._call: CallRows | None = None
         self._handles: list[Any] = []
         self._pending: list[tuple[str, str, str, Any, RowSegment]] = []
-        self._running: list[str] = []
+        self._pending_bytes = 0
+        self._inside = False
+        self._running: list[tuple[torch.nn.Module, str]] = []
+        self._order: dict[str, int] = {}
         self._transfer = HostTransfer()
-        self._modules: dict[str, tuple[int, torch.nn.Module]] = {}
+        self._modules: dict[str, torch.nn.Module] = {}
         self._left_out: dict[str, dict[str, list[int]]] = {}
 
     def attach(self, models: torch.nn.Module | list[torch.nn.Module]) -> int:
         """Hook every module and return how many; raise CaptureError for a compiled model, whose hooks never fire."""
-        for chunk in models if isinstance(models, list | tuple) else [models]:
-            self._attach_chunk(unwrap(chunk))
+        chunks = [unwrap(chunk) for chunk in (models if isinstance(models, list | tuple) else [models])]
+        refuse_compiled(chunks)
+        for number, chunk in enumerate(chunks):
+            self._attach_chunk(chunk, number)
         return len(self._modules)
 
     def detach(self) -> None:
@@ -107,41 +119,45 @@ class Capture:
         self._handles.clear()
         self._drain()
         self._call = None
-        for path, (order, module) in self._modules.items():
+        for path, module in self._modules.items():
             if path in self.fired:
                 info = _scalars(module)
                 if path in self._left_out:
                     info["left_out"] = self._left_out[path]
-                self.writer.add_module(ModuleInfo(path, type(module).__name__, order, info))
+                self.writer.add_module(ModuleInfo(path, type(module).__name__, self._order[path], info))
         self._modules.clear()
 
     def store(self, path: str, slot: str, tensor: torch.Tensor) -> None:
-        """Store a tensor that no hook sees, with the rows of the running call."""
-        if self._call is not None:
-            self._record(path, slot, tensor)
+        """Store a tensor that no hook sees, with the rows of the running or last call (without rows before any)."""
+        self._record(path, slot, tensor, self._call or CallRows(np.zeros((0, 0), ROW), -1))
 
-    def _attach_chunk(self, root: torch.nn.Module) -> None:
-        if type(root).__name__ == "OptimizedModule" or getattr(root, "_compiled_call_impl", None) is not None:
-            raise CaptureError("the model is compiled, so hooks on its modules would never fire", "dump it uncompiled")
+    @property
+    def _recording(self) -> bool:
+        return self._call is not None and (self._inside or self.adapter.runs_after_forward)
+
+    def _attach_chunk(self, root: torch.nn.Module, number: int) -> None:
+        taken = set(self._modules)  # chunks of one pipeline stage repeat the names of their containers
         aliases: dict[int, tuple[torch.nn.Module, list[str]]] = {}
         for native, module in root.named_modules(remove_duplicate=False):
             path = self.adapter.module_path(native, module)
             if path is not None:
+                path = f"chunk{number}.{path}".rstrip(".") if path in taken else path
                 aliases.setdefault(id(module), (module, []))[1].append(path)
         for module, paths in aliases.values():
             for path in paths:
-                self._modules.setdefault(path, (len(self._modules), module))
+                self._modules.setdefault(path, module)
             resolve = self._resolver(paths)
             enter = self._enter_root(resolve) if module is root else self._enter(resolve)
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave(module is root), with_kwargs=True))
+        self._handles.append(root.register_forward_hook(self._end, always_call=True))
 
     def _resolver(self, paths: list[str]) -> Callable[[], str]:
         """Return how to name a module now: one shared by several parents is named after the parent that runs."""
         if len(paths) == 1:
             return lambda: paths[0]
         by_parent = {path.rpartition(".")[0]: path for path in paths}
-        return lambda: next((by_parent[name] for name in reversed(self._running) if name in by_parent), paths[0])
+        return lambda: next((by_parent[name] for _, name in reversed(self._running) if name in by_parent), paths[0])
 
     def _enter_root(self, resolve: Callable[[], str]) -> Callable[..., None]:
         enter = self._enter(resolve)
@@ -150,6 +166,7 @@ class Capture:
             self._drain()
             self._running.clear()
             self._call = self.adapter.begin_call(module, args, kwargs)
+            self._inside = True
             if self._call is not None:
                 self.calls += 1
             enter(module, args, kwargs)
@@ -159,58 +176,88 @@ class Capture:
     def _enter(self, resolve: Callable[[], str]) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             path = resolve()
-            self._running.append(path)
-            if self._call is None:
+            self._running.append((module, path))
+            if not self._recording:
                 return
+            self._order.setdefault(path, len(self._order))
             for slot, tensor in tensors_in(args, "input"):
-                self._record(path, slot, tensor)
+                self._hooked(path, slot, tensor)
             for slot, tensor in tensors_in(kwargs, "kwargs"):
-                self._record(path, slot, tensor)
+                self._hooked(path, slot, tensor)
 
         return hook
 
     def _leave(self, is_root: bool) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            path = self._running.pop() if self._running else ""
-            if self._call is None:
+            path = self._left(module)
+            if path is None or not self._recording:
                 return
             self.fired.add(path)
             for slot, tensor in outputs_of(output):
-                self._record(path, slot, tensor)
+                self._hooked(path, slot, tensor)
             if is_root:
                 self.adapter.end_call(output)
 
         return hook
 
-    def _record(self, path: str, slot: str, tensor: torch.Tensor) -> None:
-        call = self._call
-        assert call is not None
-        if not self.settings.wants(path, slot):
+    def _hooked(self, path: str, slot: str, tensor: torch.Tensor) -> None:
+        if self._call is not None and self.settings.wants(path, slot):
+            self._record(path, slot, tensor, self._call)
+
+    def _left(self, module: torch.nn.Module) -> str | None:
+        """Return the name under which ``module`` was entered; children that an exception ended are forgotten."""
+        while self._running:
+            entered, path = self._running.pop()
+            if entered is module:
+                return path
+        return None
+
+    def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Note that the model's forward has ended, also when it raised."""
+        self._inside = False
+        self._running.clear()
+
+    def _record(self, path: str, slot: str, tensor: torch.Tensor, call: CallRows) -> None:
+        dtype, tensor = dtype_name(tensor), indexable(tensor.detach())
+        taken = self._taken(path, slot, tensor, call) if dtype in DTYPES else None
+        if taken is None:
+            self._left_out.setdefault(path, {})[slot] = list(tensor.shape)
             return
-        tensor = tensor.detach()
+        copy, segment = taken
+        if len(segment.rows):
+            self._pending.append((path, slot, dtype, self._transfer.send(copy), segment))
+            self._pending_bytes += copy.nbytes
+            if self._pending_bytes > PENDING_BYTES:
+                self._drain()
+
+    def _taken(
+        self, path: str, slot: str, tensor: torch.Tensor, call: CallRows
+    ) -> tuple[torch.Tensor, RowSegment] | None:
+        """Return a copy of the stored rows of a tensor and which they are; None for one too large without rows."""
         flat_rows = self.adapter.partial_rows(path, slot, tensor)
-        layout = (
-            None if flat_rows is not None else call.layout_of(tensor.shape, self.adapter.preferred_layouts(path, slot))
-        )
         if flat_rows is not None:
             chosen, segment = call.subset(flat_rows)
             rows = tensor.reshape(len(flat_rows), tensor.shape[-1])
-            copy = rows[torch.from_numpy(chosen).to(tensor.device)]
-        elif layout is not None:
-            copy, segment = call.gather(tensor, layout), call.segment
-        elif tensor.nbytes > ROWLESS_BYTES:
-            self._left_out.setdefault(path, {})[slot] = list(tensor.shape)
-            return
-        else:
-            copy, segment = tensor.clone()[None], call.whole
-        if len(segment.rows):
-            self._pending.append((path, slot, dtype_name(copy), self._transfer.send(copy), segment))
+            return rows[torch.from_numpy(chosen).to(tensor.device)], segment
+        layout = call.layout_of(tensor.shape, self.adapter.preferred_layouts(path, slot))
+        if layout is not None:
+            return call.gather(tensor, layout), call.segment
+        return None if tensor.nbytes > ROWLESS_BYTES else (tensor.clone()[None], call.whole)
 
     def _drain(self) -> None:
-        for path, slot, dtype, arrival, segment in self._pending:
+        pending, self._pending, self._pending_bytes = self._pending, [], 0
+        for path, slot, dtype, arrival, segment in pending:
             has_rows = bool(segment.rows["position"][0] >= 0)
             self.writer.append(path, slot, self._transfer.arrive(arrival), dtype, segment, has_rows=has_rows)
-        self._pending.clear()
+
+
+def refuse_compiled(chunks: list[torch.nn.Module]) -> None:
+    """Raise CaptureError when a model, or any module in it, is compiled: hooks inside it would never fire."""
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+                where = f"module {path}" if path else "the model"
+                raise CaptureError(f"{where} is compiled, so hooks inside it would never fire", "dump it uncompiled")
 
 
 def _scalars(module: torch.nn.Module) -> dict[str, Any]:

@@ -77,10 +77,15 @@ class PrecisionDebugger:
         if self._capture is not None:
             raise CaptureError("PrecisionDebugger.start was called twice", "call stop() between")
         self._open(model)
-        self._adapter.token_range = token_range
-        if prompt_lens is not None or lengths is not None or uids is not None:
-            self.announce(prompt_lens=prompt_lens, lengths=lengths, uids=uids)
         _running.append(self)
+        self._adapter.token_range = token_range
+        self._adapter.announce([])  # forget what was announced for an earlier start
+        if prompt_lens is not None or lengths is not None or uids is not None:
+            try:
+                self.announce(prompt_lens=prompt_lens, lengths=lengths, uids=uids)
+            except UsageError:
+                self.stop()
+                raise
         return self
 
     def announce(
@@ -96,6 +101,8 @@ class PrecisionDebugger:
         from probe.hooks.rows import Announced
 
         given = [x for x in (prompt_lens, lengths, uids) if x is not None]
+        if not given:
+            raise UsageError("announce was told nothing", "give prompt_lens, lengths or uids")
         if len({len(x) for x in given}) != 1:
             raise UsageError("prompt_lens, lengths and uids differ in length", "give one entry per batch row")
         known = len(self._adapter.book.sequences)

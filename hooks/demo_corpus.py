@@ -72,7 +72,7 @@ def _question(rng: random.Random) -> tuple[str, str]:
 
 
 def _questions(rng: random.Random) -> str:
-    return " ".join(" ".join(_question(rng)) for _ in range(rng.randint(1, 6)))
+    return " ".join(" ".join(_question(rng)) for _ in range(rng.randint(1, 5)))
 
 
 def _count(rng: random.Random) -> str:
@@ -110,11 +110,11 @@ def _chat(rng: random.Random) -> str:
 # A kind of document and how often it is drawn, relative to the others.
 KINDS: tuple[tuple[Callable[[random.Random], str], int], ...] = (
     (_facts, 5),
-    (_questions, 4),
-    (_count, 2),
+    (_questions, 3),
+    (_count, 1),
     (_story, 2),
     (_scene, 1),
-    (_chat, 3),
+    (_chat, 5),
 )
 
 

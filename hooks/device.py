@@ -6,6 +6,7 @@ accelerator it travels to pinned memory on a side stream; ``arrive`` waits for t
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ _RAW_VIEW = {
     torch.float8_e5m2: (torch.uint8, np.uint8),
     torch.bool: (torch.uint8, np.uint8),
 }
+_UNINDEXABLE = {getattr(torch, "float4_e2m1fn_x2", None)}
+"""Dtypes for which torch has no indexing: their rows are gathered as bytes, of the same shape."""
 INSTALL = {
     "cuda": "install a CUDA build of torch, or use --device cpu",
     "npu": "pip install 'probe-rl[npu]', source CANN's set_env.sh, or use --device cpu",
@@ -29,6 +32,11 @@ INSTALL = {
 def dtype_name(tensor: torch.Tensor) -> str:
     """Return the dtype's name as the dump records it, for instance ``bfloat16``."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def indexable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose rows torch can gather: the same one, or a view of its bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype in _UNINDEXABLE else tensor
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -41,17 +49,27 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 def device_module(kind: str) -> Any:
     """Return ``torch.cuda`` or ``torch.npu``; raise EngineError with the fix when that device cannot be used."""
-    module = getattr(torch, kind, None)
+    module = _runtime(kind)
     if module is None or not module.is_available():
         raise EngineError(f"device {kind!r} is not available to torch {torch.__version__}", INSTALL.get(kind, ""))
     return module
+
+
+def _runtime(kind: str) -> Any:
+    """Return ``torch.cuda`` or ``torch.npu``, or None; torch before 2.5 does not load torch_npu by itself."""
+    if kind == "npu" and not hasattr(torch, kind) and importlib.util.find_spec("torch_npu") is not None:
+        try:
+            importlib.import_module("torch_npu")
+        except (ImportError, RuntimeError, OSError) as error:  # CANN is missing or its set_env.sh was not sourced
+            raise EngineError(f"torch_npu cannot be imported ({error})", INSTALL[kind]) from error
+    return getattr(torch, kind, None)
 
 
 def pick_device(requested: str = "auto") -> str:
     """Return ``cpu``, ``cuda`` or ``npu``: the requested device if usable, else an error; ``auto`` takes the best."""
     if requested == "auto":
         for kind in ("cuda", "npu"):
-            module = getattr(torch, kind, None)
+            module = _runtime(kind)
             if module is not None and module.is_available():
                 return kind
         return "cpu"
@@ -79,8 +97,8 @@ class HostTransfer:
         if tensor.device.type not in INSTALL:
             return _Arrival(tensor if tensor.device.type == "cpu" else tensor.cpu())
         module = getattr(torch, tensor.device.type)
-        if not hasattr(module, "Stream") or not hasattr(module, "stream"):
-            return _Arrival(tensor.cpu())  # a runtime without streams (some NPU builds): copy synchronously
+        if not all(hasattr(module, name) for name in ("Stream", "stream", "current_stream")):
+            return _Arrival(tensor.cpu())  # a runtime without streams: the copy is synchronous
         return self._send_on_side_stream(module, tensor)
 
     def _send_on_side_stream(self, module: Any, tensor: torch.Tensor) -> _Arrival:

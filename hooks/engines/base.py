@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from probe.errors import UsageError
 from probe.hooks.engines.sequences import SequenceBook
-from probe.hooks.rows import CallRows
+from probe.hooks.rows import Announced, CallRows
 
 
 class EngineRows:
@@ -21,11 +22,17 @@ class EngineRows:
     name = "module"
     layouts: tuple[str, ...] = ("bs", "flat", "sb")
     logits = ("lm_head", "output.0")
+    runs_after_forward = False
 
     def __init__(self, book: SequenceBook, *, prompts_only: bool = False) -> None:
         self.book, self.prompts_only = book, prompts_only
         self.token_range: tuple[int, int] | None = None
         self.calls = 0
+
+    def announce(self, sequences: list[Announced]) -> None:
+        """Refuse: an engine that schedules requests by itself knows which rows they are."""
+        if sequences:
+            raise UsageError(f"{self.name} knows its sequences by itself", "leave out prompt_lens, lengths and uids")
 
     def module_path(self, path: str, module: torch.nn.Module) -> str | None:
         """Return the module's path; None for containers, which never run themselves."""

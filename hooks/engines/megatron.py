@@ -10,7 +10,7 @@ import torch
 
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.transformers import BatchAdapter, bind_arguments, first_tensor
-from probe.hooks.rows import Announced, CallRows, grid_of
+from probe.hooks.rows import CallRows, grid_of
 
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)(.*)$")
 _IDENTITIES = ("IdentityOp", "IdentityFuncOp")
@@ -52,17 +52,17 @@ class MegatronAdapter(BatchAdapter):
         packed = named.get("packed_seq_params")
         if packed is None:
             return super().begin_call(module, args, kwargs)
-        return self.rows_of_call(self._packed_grid(named, packed))
+        return self.rows_of_call(self._packed_grid(module, named, packed))
 
-    def _packed_grid(self, named: dict[str, Any], packed: Any) -> np.ndarray:
-        ids = first_tensor(named, "input_ids")
-        token = np.zeros(0, np.int64) if ids is None else ids.detach().cpu().numpy().reshape(-1)
+    def _packed_grid(self, module: torch.nn.Module, named: dict[str, Any], packed: Any) -> np.ndarray:
         padded = getattr(packed, "cu_seqlens_q_padded", None)
         starts = _cumulative(packed.cu_seqlens_q if padded is None else padded)
         real = np.diff(_cumulative(packed.cu_seqlens_q))
+        ids = first_tensor(named, "input_ids")
+        token = np.full(starts[-1], -1) if ids is None else ids.detach().cpu().numpy().reshape(-1)
         sequence, position = np.full(token.shape, -1, np.int64), np.full(token.shape, -1, np.int64)
-        announced = self.announced or [Announced(uid=f"s{len(self.book.sequences) + n}") for n in range(len(real))]
-        for number, who in enumerate(announced):
+        nobody: list[int | None] = [None] * len(real)
+        for number, who in enumerate(self.sequences_of_call(module, token, [0] * len(real), nobody)):
             length = int(real[number]) if who.length is None else who.length
             rows = slice(starts[number], starts[number] + length)
             sequence[rows] = self.book.number(who, length=who.start + length)

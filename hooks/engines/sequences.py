@@ -32,3 +32,7 @@ class SequenceBook:
         sequence = self.sequences[self._numbers[announced.uid]]
         sequence.length = max(sequence.length, length)
         return sequence.index
+
+    def length(self, uid: str) -> int:
+        """Return how many tokens of a sequence have been seen, 0 for an unknown one."""
+        return self.sequences[self._numbers[uid]].length if uid in self._numbers else 0

@@ -29,6 +29,7 @@ class VllmAdapter(EngineRows):
     name = "vllm"
     layouts = ("flat", "bs")
     logits = (LOGITS_MODULE, "output.0")
+    runs_after_forward = True
 
     def __init__(
         self, book: SequenceBook, runner: Any, *, prompts_only: bool = False, prompt_lens: dict[str, int] | None = None

@@ -60,7 +60,7 @@ def token_logprobs(logits: torch.Tensor, tokens: list[int], start: int = 0) -> n
     Entry p scores token p with row p - 1; entries that no row scores are NaN.
     """
     result = np.full(len(tokens), np.nan)
-    targets = torch.tensor(tokens[start + 1 :], device=logits.device)
+    targets = torch.tensor(tokens[start + 1 :], dtype=torch.long, device=logits.device)
     scores = torch.log_softmax(logits[: len(targets)].float(), -1)
     result[start + 1 :] = scores.gather(-1, targets[:, None])[:, 0].double().cpu().numpy()
     return result

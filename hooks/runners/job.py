@@ -26,6 +26,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0
+    ignore_eos: bool = False
     logprobs_mode: str = "raw_logprobs"
 
 
@@ -116,6 +117,9 @@ def check_job(job: DumpJob) -> Engine:
         raise UsageError("a dump needs its tokens from exactly one place", "give --prompts FILE or --from DUMP")
     if job.stage != "rollout" and job.source is None:
         raise UsageError(f"stage {job.stage} recomputes the tokens of another dump", "give --from ROLLOUT_DUMP")
+    _check_numbers(job)
+    if job.source is not None and job.source.resolve() == job.output.resolve():
+        raise UsageError(f"{job.output} is both the source and the output", "choose another -o")
     if job.force_decode and (job.source is None or job.engine != "vllm"):
         raise UsageError("--force-decode feeds another dump's tokens through vLLM's decode", "give --from and vllm")
     try:
@@ -125,6 +129,19 @@ def check_job(job: DumpJob) -> Engine:
     if missing:
         raise EngineError(f"engine {job.engine} is not installed", engine.install)
     return engine
+
+
+def _check_numbers(job: DumpJob) -> None:
+    wanted = job.sampling
+    for name, value, fits in (
+        ("n", wanted.n, wanted.n >= 1),
+        ("max_tokens", wanted.max_tokens, wanted.max_tokens >= 1),
+        ("temperature", wanted.temperature, wanted.temperature >= 0),
+        ("top_p", wanted.top_p, 0 < wanted.top_p <= 1),
+        ("micro_batch_size", job.micro_batch_size, job.micro_batch_size >= 1),
+    ):
+        if not fits:
+            raise UsageError(f"{name} {value!r} cannot work", "n, max_tokens, micro_batch_size >= 1; 0 < top_p <= 1")
 
 
 def resolve_dtype(requested: str, config: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """Read a ``.txt`` file (one prompt a line) or a ``.jsonl`` file; raise PromptsError that numbers a bad line."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # only a line feed ends a line: JSON strings may hold other separators that str.splitlines cuts at
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise PromptsError(f"there is no prompts file {path}", "give a .txt or .jsonl file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -34,37 +36,45 @@ def read_prompts(path: Path) -> list[Prompt]:
     as_json = Path(path).suffix in (".jsonl", ".json")
     prompts: list[Prompt] = []
     for number, line in enumerate(lines, 1):
+        line = line.removesuffix("\r")
         if line.strip():
             where = f"{path} line {number}"
             uid = f"p{len(prompts):04d}"
             prompts.append(_parse(line, where, uid) if as_json else Prompt(uid, text=line))
     if not prompts:
         raise PromptsError(f"the prompts file {path} holds no prompt", "write one prompt a line")
-    twice = {p.uid for p in prompts if sum(q.uid == p.uid for q in prompts) > 1}
-    if twice:
-        raise PromptsError(f"{path} uses the id {sorted(twice)[0]!r} more than once", "give each prompt its own id")
+    uid, count = Counter(prompt.uid for prompt in prompts).most_common(1)[0]
+    if count > 1:
+        raise PromptsError(f"{path} uses the id {uid!r} more than once", "give each prompt its own id")
     return prompts
 
 
 def _parse(line: str, where: str, uid: str) -> Prompt:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptsError(f"{where} is not valid JSON ({error})", "write one JSON object a line") from None
     if isinstance(record, str):
         return Prompt(uid, text=record)
     if not isinstance(record, dict):
         raise PromptsError(f"{where} holds {type(record).__name__}, not an object", "write one JSON object a line")
+    record = {key: value for key, value in record.items() if value is not None}
     uid = str(record.get("uid", record.get("id", uid)))
     for key in TEXT_KEYS:
-        if isinstance(record.get(key), str) and record[key]:
-            return Prompt(uid, text=record[key])
+        if key in record:
+            return Prompt(uid, text=_text(record[key], where, key))
     for key in TOKEN_KEYS:
         if key in record:
             return Prompt(uid, tokens=_token_ids(record[key], where, key))
     if "messages" in record:
         return Prompt(uid, messages=_messages(record["messages"], where))
     raise PromptsError(f"{where} has none of 'text', 'messages' and 'token_ids'", "add one of them")
+
+
+def _text(value: Any, where: str, key: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise PromptsError(f"{where}: {key!r} is not a text", "use a non-empty string")
+    return value
 
 
 def _token_ids(value: Any, where: str, key: str) -> list[int]:
@@ -92,7 +102,7 @@ def tokenize(prompts: list[Prompt], model: Path, vocab_size: int) -> None:
                 raise PromptsError(
                     f"prompt {prompt.uid} is a chat but {model} has no chat template", "give text instead"
                 )
-            text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
+            text = _chat_text(tokenizer, prompt)
             prompt.tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         else:
             prompt.tokens = list(tokenizer(prompt.text)["input_ids"])
@@ -107,12 +117,21 @@ def tokenize(prompts: list[Prompt], model: Path, vocab_size: int) -> None:
             )
 
 
+def _chat_text(tokenizer: Any, prompt: Prompt) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise PromptsError(f"prompt {prompt.uid} does not fit the chat template ({error})", "see its roles") from None
+
+
 def load_tokenizer(model: Path) -> Any:
     """Return the tokenizer saved with a checkpoint, or raise PromptsError."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(model), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
         raise PromptsError(f"{model} has no usable tokenizer ({reason})", "give prompts as token_ids") from None

@@ -48,6 +48,7 @@ def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) 
 @contextlib.contextmanager
 def output_folder(path: Path, force: bool) -> Iterator[None]:
     """Make an output folder; with ``force`` an old dump is set aside, deleted on success and restored on failure."""
+    path = path.absolute()
     aside = path.with_name(f".{path.name}.replaced-{os.getpid()}")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         if not force:
@@ -55,15 +56,23 @@ def output_folder(path: Path, force: bool) -> Iterator[None]:
         if not is_dump_folder(path):
             raise OutputExistsError(f"{path} is not a dump, so --force does not delete it", "choose another -o")
         path.rename(aside)
-    path.mkdir(parents=True, exist_ok=True)
+    made = next((folder for folder in [*reversed(path.parents), path] if not folder.exists()), path)
     try:
+        _make(path)
         yield
     except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(made, ignore_errors=True)
         if aside.exists():
             aside.rename(path)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the output folder {path} cannot be made ({error.strerror})", "choose another -o") from None
 
 
 def is_dump_folder(path: Path) -> bool:
@@ -86,6 +95,8 @@ def _sequences(job: DumpJob, checkpoint: Checkpoint) -> list[TokenSequence]:
         ]
     with open_dump(job.source) as source:
         taken = [_taken(s) for s in source.sequences]
+    if not taken or not all(s.tokens and min(s.tokens) >= 0 for s in taken):
+        raise UsageError(f"{job.source} does not hold the token ids of its sequences", "give a rollout's dump")
     highest = max(max(s.tokens) for s in taken)
     if highest >= vocab_size:
         raise UsageError(

@@ -56,11 +56,13 @@ def recompute_logprobs(dump: Dump, logits: tuple[str, str], done: list[TokenSequ
     found = {entry.uid: np.full(len(entry.tokens), np.nan) for entry in done}
     if logits not in dump.tensors:
         return found
-    vocab_size = int(dump.manifest["layout"]["vocab_size"]) if "layout" in dump.manifest else None
+    vocab_size = int(dump.manifest.get("layout", {}).get("vocab_size") or 0) or None  # unknown: every column counts
     entries = {key: entry for entry in done for key in (entry.uid, entry.request_id) if key}
     ids = {entry.uid: np.array([*entry.tokens, -1]) for entry in done}
     for values, rows in dump.iter_blocks(*logits):
         for number in np.unique(rows["sequence"]):
+            if number < 0:
+                continue  # a call whose logits have no token axis
             sequence = dump.sequences[number]
             entry = entries.get(sequence.uid) or entries.get(sequence.request_id.rpartition("-")[0])
             if entry is None:

@@ -66,7 +66,7 @@ def _generate(
     chosen = {"do_sample": False} if greedy else {"temperature": wanted.temperature, "top_p": wanted.top_p, "top_k": 0}
     settings = transformers.GenerationConfig(
         max_new_tokens=wanted.max_tokens,
-        eos_token_id=model.generation_config.eos_token_id,
+        eos_token_id=None if wanted.ignore_eos else model.generation_config.eos_token_id,
         pad_token_id=model.generation_config.pad_token_id,
         return_dict_in_generate=True,
         output_logits=True,

@@ -144,6 +144,7 @@ def _params(job: DumpJob, index: int, sequence: TokenSequence) -> Any:
         top_p=wanted.top_p,
         max_tokens=wanted.max_tokens,
         seed=wanted.seed + index,
+        ignore_eos=wanted.ignore_eos,
         **common,
     )
 
