@@ -68,6 +68,16 @@ def say(text: str, style: str = "") -> None:
     stdout().print(visible(text), style=style or None, markup=False, highlight=False, soft_wrap=True)
 
 
+def paragraph(text: str) -> None:
+    """Print an indented paragraph of data to standard output, wrapped at words."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from probe.compare.report.model import visible
+
+    stdout().print(Padding(Text(visible(text)), (0, 0, 0, 2), expand=False))
+
+
 def note(text: str) -> None:
     """Print a line about what is going on to standard error, unless -q."""
     if State.verbosity > QUIET:

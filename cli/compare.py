@@ -104,8 +104,9 @@ def refuse_existing(folder: Path, forms: list[str], force: bool) -> None:
     """Raise OutputExistsError, before anything is compared, where a report file would be overwritten."""
     from probe.compare.report import FORMS
 
-    if folder.exists() and not folder.is_dir() and any(FORMS[name].file_name for name in forms):
-        raise OutputExistsError(f"{folder} is a file, not a folder", "choose another -o")
+    nearest = next(path for path in (folder, *folder.parents) if path.exists() or path == path.parent)
+    if not nearest.is_dir() and any(FORMS[name].file_name for name in forms):
+        raise OutputExistsError(f"{folder} cannot be a folder: {nearest} is a file", "choose another -o")
     for name in forms:
         path = folder / (FORMS[name].file_name or "")
         if FORMS[name].file_name and path.exists() and not force:

@@ -78,8 +78,9 @@ def demo(context: click.Context, output: Path, force: bool, seed: int) -> None:
 
 def _require_engines(output: Path) -> None:
     """Refuse before the first minute is spent when an engine is not installed."""
-    check_job(DumpJob("rollout", "vllm", output, output, prompts=output))
-    check_job(DumpJob("actor", "megatron", output, output, source=output))
+    rollout = output / "rollout"
+    check_job(DumpJob("rollout", "vllm", output / "model", rollout, prompts=output / "prompts.txt"))
+    check_job(DumpJob("actor", "megatron", output / "model", output / "actor", source=rollout))
 
 
 def claim_folder(folder: Path, force: bool) -> None:
@@ -111,7 +112,7 @@ class Demo:
         """Train the model, or reuse the one that is there, and write the prompts."""
         from probe.hooks.demo_model import DEMO_PROMPTS, make_demo_model
 
-        with self._step("training a small model"), observing() as observer:
+        with self._step("a small model, trained here unless it is there already"), observing() as observer:
             make_demo_model(
                 self.folder / "model",
                 seed=self.seed,
@@ -161,6 +162,7 @@ class Demo:
         common.note(f"$ probe {shlex.join(words)}")
         # What a user has set for dumps of their own would make this one another dump than the demo describes.
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PROBE_") and k != "PROMPTS_ONLY"}
+        kept.setdefault("OMP_NUM_THREADS", "1")  # so small a model gains nothing from threads that wait for each other
         verbosity = {common.QUIET: ["-q"], common.VERBOSE: ["-v"]}.get(common.State.verbosity, [])
         # The child's standard output joins its progress: that of the demo holds the demo's result only.
         done = subprocess.run([sys.executable, "-m", "probe", *verbosity, *words], env=kept, stdout=2)
@@ -183,7 +185,7 @@ def _print_result(folder: Path, healthy: dict[str, Any], broken: dict[str, Any])
     }
     for title, report in (("healthy", healthy), ("broken", broken)):
         common.say(f"{title}: {report['verdict']}", "bold")
-        common.say(f"  {report['summary']}")
+        common.paragraph(report["summary"])
     common.say(f"injected: {PARAMETER} x {SCALE} in {folder / 'model-broken'}")
     common.say(f"named by the report: {named}" + (", the module that was broken" if found else ""))
     for report_folder in ("report", "report-broken"):

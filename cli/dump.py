@@ -29,7 +29,7 @@ sampling_group = common.option("Sampling (with --prompts)")
 engine_group = common.option("How the engine runs")
 output_group = common.option("Output")
 
-SAMPLING_OPTIONS = ("n", "max_tokens", "temperature", "top_p")
+SAMPLING_OPTIONS = ("n", "max_tokens", "temperature", "top_p", "ignore_eos")
 ENGINE_OPTIONS = {
     "logprobs_mode": ("vllm",),
     "out_of_process": ("vllm",),
@@ -110,6 +110,7 @@ class EngineArgument(click.ParamType):
     show_default=True,
     help="Nucleus sampling; 1 is off.",
 )
+@sampling_group("--ignore-eos", is_flag=True, help="Generate --max-tokens even past an end-of-text token.")
 @sampling_group(
     "--seed", metavar="N", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampling."
 )
@@ -179,7 +180,7 @@ def make_job(options: dict[str, Any]) -> DumpJob:
         raise UsageError("no model was given", "add --model PATH, or --from DUMP to use the model of that dump")
     if model is None:
         model = _model_of(source)
-    sampling = {name: options[name] for name in ("n", "max_tokens", "temperature", "top_p", "seed", "logprobs_mode")}
+    sampling = {name: options[name] for name in (*SAMPLING_OPTIONS, "seed", "logprobs_mode")}
     same = ("prompts", "source", "dtype", "device", "prompts_only", "force_decode", "micro_batch_size", "layout")
     return DumpJob(
         stage=stage,

@@ -58,9 +58,10 @@ class LazyGroup(click.Group):
     def invoke(self, context: click.Context) -> Any:
         """Run a command; give interruptions the exit status a shell expects of them."""
         try:
-            status = super().invoke(context)
-            sys.stdout.flush()
-            return status
+            try:
+                return super().invoke(context)
+            finally:
+                sys.stdout.flush()  # here, where a failure can still be reported
         except KeyboardInterrupt:
             click.echo("probe: interrupted", err=True)
             context.exit(INTERRUPTED)
@@ -76,16 +77,20 @@ def _silence_stdout() -> None:
 
 @click.group(
     cls=LazyGroup,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "PROBE"},
     epilog="Every option can be set in the environment: PROBE_DUMP_DTYPE=float32 is 'probe dump --dtype float32'.",
 )
 @click.version_option(__version__, "-V", "--version", prog_name="probe", message="%(prog)s %(version)s")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Find where and why two runs of the same language model disagree.
 
     Dump the rollout engine (vLLM), dump the training side (Megatron) on the same tokens, compare the two. Exit status:
     0 consistent, 1 the two differ, 2 trouble.
     """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 cli.params += common.verbosity_options()
@@ -111,6 +116,8 @@ def run(args: Sequence[str] | None = None) -> int:
     except click.Abort:
         click.echo("probe: interrupted", err=True)
         return INTERRUPTED
+    except OSError as error:
+        return _system_error(error)
     except Exception as error:
         return _internal_error(error)
 
@@ -128,6 +135,18 @@ def _usage_sentence(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "probe"
     return f"{message[:1].lower()}{message[1:]} (see '{path} --help')."
+
+
+def _system_error(error: OSError) -> int:
+    """Report what the system refused: a path without permission, a full disk; anything vaguer is an internal error."""
+    if error.strerror is None:
+        return _internal_error(error)
+    if common.State.verbosity >= common.VERBOSE:
+        traceback.print_exception(error)
+    if error.filename is None:
+        _silence_stdout()
+    where = error.filename or "standard output"
+    return _fail(f"{where} cannot be used ({error.strerror}): check the path, its permissions and the free space.", 2)
 
 
 def _internal_error(error: Exception) -> int:

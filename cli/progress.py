@@ -10,7 +10,7 @@ from probe.cli import common
 
 Observer = Callable[[str, int, int], None]
 
-LINE_SECONDS = 5.0
+LINE_SECONDS = 15.0
 """Least time between two plain lines about one activity."""
 
 

@@ -201,3 +201,18 @@ def test_a_long_generation_is_recomputed_and_compared(rollouts: Path, demo_model
     assert report["verdict"] == "consistent"
     assert report["tokens"]["compared"] == 300
     assert {(layer["name"], layer["slot"]) for layer in report["layers"]} >= CANONICAL
+
+
+def test_vllm_out_of_process_dumps_the_same_rows(rollouts: Path, demo_model: Path, tmp_path: Path) -> None:
+    """The worker writes its own file, so an engine in other processes makes the same dump."""
+    import os
+    import subprocess
+    import sys
+
+    command = (sys.executable, "-m", "probe", "dump", "--stage", "rollout", "--from", rollouts / "fp32", "--dtype")
+    more = ("float32", "-o", tmp_path / "dump", "--out-of-process")
+    environment = {**os.environ, "PROMPTS_ONLY": "1"}
+    made = subprocess.run([str(w) for w in (*command, *more)], env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-3000:]
+    key = ("model.layers.3.mlp.down_proj", "output.0")
+    assert rows_by_position(tmp_path / "dump", *key) == rows_by_position(rollouts / "prompts-only", *key)

@@ -86,7 +86,13 @@ def _set_environment(job: DumpJob) -> None:
 
 def _start(job: DumpJob, checkpoint: Checkpoint, sequences: list[TokenSequence], dtype: str) -> Any:
     from vllm import LLM
+    from vllm.platforms import current_platform
 
+    if job.device not in ("auto", current_platform.device_type):
+        raise EngineError(
+            f"this vLLM runs on {current_platform.device_type}, not on {job.device}",
+            f"install the vLLM build for {job.device}, or leave out --device",
+        )
     spare = job.sampling.max_tokens if job.source is None else 1
     needed = max(len(s.tokens) for s in sequences) + spare
     limit = int(checkpoint.config.get("max_position_embeddings") or needed)

@@ -1,0 +1,422 @@
+"""PrecisionDebugger in a script: free when off, complete when on, settings from everywhere in the documented order."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from capture_tools import by_row, hook_count
+from checkpoints import make_checkpoint
+from torch import nn
+
+import probe
+from probe.errors import CaptureError, OutputExistsError, UsageError
+from probe.hooks import debugger as debugger_module
+from probe.hooks.debugger import PrecisionDebugger
+from probe.settings import load_settings
+from probe.store.reader import open_dump
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    """Take the caller's switches away and let the next inert start speak again."""
+    for name in ("DUMP_ON", "PROMPTS_ONLY", "RANK", *(name for name in os.environ if name.startswith("PROBE_"))):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(debugger_module, "_said_inert", False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny Qwen2 checkpoint."""
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    """The checkpoint on transformers."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def forward(model, *tokens):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor(tokens or [[1, 2, 3], [4, 5, 6]]), use_cache=False).logits
+
+
+# -- off ---------------------------------------------------------------------------------------------------------------
+
+INERT = """
+import sys
+from probe import PrecisionDebugger
+class Model:
+    pass
+debugger = PrecisionDebugger(dump_path="out", level="L0", step=[0])
+for step in range(3):
+    debugger.start(Model())
+    debugger.stop()
+    debugger.step()
+with PrecisionDebugger().start(Model()):
+    pass
+debugger.save("anything", "name")
+heavy = {"torch", "h5py", "numpy", "transformers", "vllm"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize("switch", [None, "0", ""])
+def test_off_imports_and_writes_nothing_and_says_so_once(tmp_path, switch):
+    environment = {k: v for k, v in os.environ.items() if k != "DUMP_ON"} | (
+        {} if switch is None else {"DUMP_ON": switch}
+    )
+    ran = subprocess.run([sys.executable, "-c", INERT], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == "PrecisionDebugger is off: set DUMP_ON=1 (or pass enabled=True) to record\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_off_hooks_nothing(tmp_path, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    debugger = PrecisionDebugger()
+    assert debugger.start(model) is debugger and hook_count(model) == 0
+    debugger.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- on ----------------------------------------------------------------------------------------------------------------
+
+
+def test_dump_on_is_enough(tmp_path, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DUMP_ON", "1")
+    before = forward(model)
+    debugger = PrecisionDebugger()
+    debugger.start(model)
+    during = forward(model)
+    debugger.stop()
+    assert hook_count(model) == 0
+    debugger.step()
+    assert torch.equal(before, during) and torch.equal(before, forward(model))
+    with open_dump(tmp_path / "probe-dump") as dump:
+        assert (dump.stage, dump.engine, dump.complete) == ("actor", "transformers", True)
+        assert dump.manifest["model"]["architecture"] == "Qwen2ForCausalLM"
+        assert dump.manifest["layout"]["num_key_value_heads"] == 2
+        logits = by_row(dump, "lm_head", "output.0")
+        assert np.array_equal(logits[("s1", 2)], before[1, 2].numpy())
+        assert set(dump.weights) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        # log-probs recomputed from the dumped logits, entry p from row p - 1
+        expected = torch.log_softmax(before.double(), -1)[1, 1, 6].item()
+        entry = dump.tokens[(dump.tokens["sequence"] == 1) & (dump.tokens["position"] == 2)]
+        assert entry["token"] == 6 and entry["logprob_recomputed"] == pytest.approx(expected, abs=1e-9)
+    assert json.loads((tmp_path / "probe-dump" / "manifest.json").read_text())["schema"] == 1
+
+
+def test_prompts_only(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("DUMP_ON", "1")
+    monkeypatch.setenv("PROMPTS_ONLY", "1")
+    monkeypatch.setenv("PROBE_DUMP_PATH", str(tmp_path / "d"))
+    with PrecisionDebugger().start(model, prompt_lens=[2, 1], uids=["a", "b"]):
+        forward(model)
+    with open_dump(tmp_path / "d") as dump:
+        assert set(by_row(dump, "lm_head", "output.0")) == {("a", 0), ("a", 1), ("b", 0)}
+        assert dump.manifest["prompts_only"] is True
+
+
+def test_steps_are_dumps_of_their_own(tmp_path, model):
+    debugger = PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d"), step=[0, 2])
+    for step in range(4):
+        for micro_batch in range(2):  # several start and stop in one step
+            debugger.start(model)
+            forward(model, [10 * step + micro_batch, 1, 2])
+            debugger.stop()
+        debugger.step()
+    assert sorted(p.name for p in (tmp_path / "d" / "actor").iterdir()) == ["step0", "step2"]
+    with open_dump(tmp_path / "d", step=2) as dump:
+        assert [s.tokens.tolist() for s in dump.sequences] == [[20, 1, 2], [21, 1, 2]]
+        assert len(dump.read("model.layers.0.mlp", "output.0")) == 6
+        assert dump.rows("model.layers.0.mlp", "output.0")["call"].tolist() == [0] * 3 + [1] * 3
+
+
+def test_a_new_start_forgets_what_was_announced(tmp_path, model):
+    debugger = PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d"))
+    debugger.start(model, uids=["mine"], prompt_lens=[1])
+    forward(model, [1, 2, 3])
+    debugger.stop()
+    debugger.start(model)
+    forward(model, [7, 8])
+    debugger.stop()
+    debugger.step()
+    with open_dump(tmp_path / "d") as dump:
+        assert [(s.uid, s.prompt_len, s.tokens.tolist()) for s in dump.sequences] == [
+            ("mine", 1, [1, 2, 3]),
+            ("s1", 2, [7, 8]),
+        ]
+
+
+def test_other_ranks_are_left_alone(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d"), rank=[0, 1]).start(model):
+        assert hook_count(model) == 0
+    assert not (tmp_path / "d").exists()
+    with PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d"), rank="2,3").start(model):
+        forward(model)
+    assert (tmp_path / "d" / "actor" / "step0" / "rank3.h5").is_file()
+
+
+def test_list_data_mode_and_token_range(tmp_path, model):
+    debugger = PrecisionDebugger(
+        enabled=True, dump_path=str(tmp_path / "d"), list=["layers.1.self_attn"], data_mode=["input"]
+    )
+    with debugger.start(model, token_range=(1, 2)):
+        forward(model, [3, 4, 5, 6])
+    with open_dump(tmp_path / "d") as dump:
+        assert dump.tensors and all("layers.1.self_attn" in module for module, _ in dump.tensors)
+        assert not any(slot.startswith("output") for _, slot in dump.tensors)
+        assert dump.rows("model.layers.1.self_attn.q_proj", "input.0")["position"].tolist() == [1, 2]
+
+
+def test_save(tmp_path, model):
+    debugger = PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d"), list=["lm_head"])
+    with debugger.start(model):
+        probe.save(torch.tensor(1.5), "early")
+        logits = forward(model)
+        probe.save(logits.argmax(-1), "choice")  # after the forward: still the rows of the last one
+        debugger.save(torch.ones(4), "loss/terms")
+    probe.save(torch.ones(1), "late")
+    with open_dump(tmp_path / "d") as dump:
+        assert by_row(dump, "save.choice", "output.0")[("s1", 2)] == logits[1, 2].argmax()
+        assert dump.read("save.loss/terms", "output.0").tolist() == [[1, 1, 1, 1]]
+        assert dump.read("save.early", "output.0").tolist() == [1.5]
+        assert not dump.tensors[("save.loss/terms", "output.0")].has_rows
+        assert ("save.late", "output.0") not in dump.tensors
+
+
+def test_the_end_of_the_program_completes_the_dump(tmp_path):
+    script = """
+    import torch, probe
+    model = torch.nn.Linear(3, 2)
+    debugger = probe.PrecisionDebugger(dump_path="d")
+    debugger.start(model)
+    model(torch.ones(4, 3))
+    """
+    environment = {**os.environ, "DUMP_ON": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    with open_dump(tmp_path / "d") as dump:
+        assert dump.complete and dump.engine == "module"
+        assert dump.read("", "output.0").shape == (4, 2)
+
+
+def test_an_exception_in_the_block_still_stops_and_completes(tmp_path, model):
+    with (
+        pytest.raises(ZeroDivisionError),
+        PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d")).start(model),
+    ):
+        forward(model)
+        raise ZeroDivisionError
+    assert hook_count(model) == 0 and open_dump(tmp_path / "d").complete
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def test_misuse_is_said(tmp_path, model):
+    debugger = PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d"))
+    with pytest.raises(UsageError, match="was given no model"):
+        debugger.start()
+    with pytest.raises(CaptureError, match="cannot capture a str"):
+        debugger.start("model")
+    with pytest.raises(CaptureError, match="cannot capture an empty list"):
+        debugger.start([])
+    with pytest.raises(UsageError, match="differ in length"):
+        debugger.start(model, prompt_lens=[1, 2], uids=["a"])
+    assert hook_count(model) == 0
+    debugger.start(model)
+    with pytest.raises(CaptureError, match="was called twice"):
+        debugger.start(model)
+    with pytest.raises(UsageError, match="announce was told nothing"):
+        debugger.announce()
+    forward(model)
+    debugger.stop()
+    debugger.stop()
+    debugger.step()
+    again = PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d"))
+    with pytest.raises(OutputExistsError, match=r"rank0\.h5 already exists"):
+        again.start(model)
+    assert hook_count(model) == 0
+
+
+def test_a_compiled_model_leaves_nothing_behind(tmp_path):
+    debugger = PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d"))
+    model = nn.Sequential(nn.Linear(3, 3))
+    compiled = nn.Sequential(nn.Linear(3, 3))
+    compiled.compile()
+    for refused in (compiled, torch.compile(model), [model, compiled]):
+        with pytest.raises(CaptureError, match="is compiled"):
+            debugger.start(refused)
+    assert hook_count(model) == 0 and not (tmp_path / "d").exists()
+    with debugger.start(model):
+        model(torch.ones(2, 3))
+    assert open_dump(tmp_path / "d").complete
+
+
+def test_a_failure_while_hooking_leaves_nothing_behind(tmp_path, model, monkeypatch):
+    def broken(chunk):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("probe.hooks.attach.sketches", broken)
+    with pytest.raises(RuntimeError, match="no memory"):
+        PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d")).start(model)
+    assert hook_count(model) == 0 and not (tmp_path / "d" / "actor").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CaptureError, match="cannot write"):
+        PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "file")).start(model)
+
+
+def test_nothing_captured_is_said_and_leaves_no_dump(tmp_path, model, caplog):
+    debugger = PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d"))
+    debugger.start(model)
+    debugger.stop()
+    assert "nothing ran through the model" in caplog.text
+    debugger.step()
+    assert not (tmp_path / "d").exists()
+    with debugger.start(model):
+        forward(model)
+    with debugger.start(model):
+        pass
+    assert [p.name for p in (tmp_path / "d" / "actor").iterdir()] == ["step1"]  # and the dump of step 1 is whole
+    assert (tmp_path / "d" / "manifest.json").is_file() and open_dump(tmp_path / "d").complete
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def write_config(path, values):
+    path.write_text(json.dumps(values) if path.suffix == ".json" else yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml", "yml"])
+def test_precedence(tmp_path, suffix):
+    config = write_config(tmp_path / f"c.{suffix}", {"dump_path": "file", "stage": "reference", "step": [5], "rank": 1})
+    environ = {"PROBE_DUMP_PATH": "environment", "PROBE_STAGE": "", "DUMP_ON": "1", "PROBE_STEPS": "1, 2"}
+    settings = load_settings(config, {"dump_path": "keyword", "step": None}, environ)
+    assert (settings.dump_path, settings.stage, settings.step, settings.rank) == ("keyword", "reference", (1, 2), (1,))
+    assert settings.enabled
+    assert load_settings(config, {}, environ).dump_path == "environment"
+    assert load_settings(config, {}, {}).dump_path == "file"
+    assert load_settings(None, {}, {}).dump_path == "probe-dump"
+    assert not load_settings(config, {}, {}).enabled
+
+
+@pytest.mark.parametrize(
+    ("keyword", "environ", "in_file", "enabled"),
+    [
+        (None, None, None, False),
+        (None, "0", None, False),
+        (None, "1", None, True),
+        (None, "1", False, True),
+        (None, "0", True, True),  # a config file that says so needs no DUMP_ON
+        (False, "1", True, False),
+        (True, "0", False, True),
+    ],
+)
+def test_what_switches_it_on(tmp_path, keyword, environ, in_file, enabled):
+    config = write_config(tmp_path / "c.json", {} if in_file is None else {"enabled": in_file})
+    found = load_settings(config, {"enabled": keyword}, {} if environ is None else {"DUMP_ON": environ})
+    assert found.enabled is enabled
+
+
+def test_an_msprobe_config_works_as_it_is(tmp_path):
+    sections = {
+        "statistics": {"scope": [], "list": ["never"], "data_mode": ["input"], "summary_mode": "md5"},
+        "tensor": {"scope": [], "list": ["mlp"], "data_mode": ["output"], "file_format": "npy", "backward_input": []},
+    }
+    common = {"dump_path": "d", "rank": [], "step": [0], "level": "L0", "async_dump": False, "extra_info": True}
+    for task in ({"task": "tensor"}, {}):  # tensor is the default here
+        settings = load_settings(write_config(tmp_path / "c.json", {**task, **common, **sections}), {}, {})
+        assert (settings.list, settings.data_mode, settings.step, settings.rank) == (("mlp",), ("output",), (0,), ())
+    statistics = write_config(tmp_path / "s.json", {"task": "statistics", **common, **sections})
+    with pytest.raises(UsageError, match=r"task 'statistics' is not supported: use tensor"):
+        load_settings(statistics, {}, {})
+    assert load_settings(statistics, {"task": "tensor"}, {}).list == ("mlp",)
+    sections["tensor"]["scope"] = ["Module.a", "Module.b"]
+    with pytest.raises(UsageError, match="sets 'scope', which probe does not have"):
+        load_settings(write_config(tmp_path / "c.json", {**common, **sections}), {}, {})
+
+
+@pytest.mark.parametrize(
+    ("keywords", "problem"),
+    [
+        ({"task": "hash"}, "task 'hash' is not supported"),
+        ({"level": "L1"}, "level 'L1' is not supported"),
+        ({"level": "mix"}, "use L0"),
+        ({"data_mode": ["backward"]}, "data_mode 'backward' is not supported"),
+        ({"step": "first"}, "step holds 'first', which is not a whole number"),
+        ({"rank": [None]}, "rank holds None"),
+        ({"block_bytes": "big"}, "block_bytes holds 'big'"),
+        ({"enabled": "maybe"}, "DUMP_ON is 'maybe'"),
+        ({"wrong": 1}, "unknown setting 'wrong'"),
+    ],
+)
+def test_settings_that_cannot_work(keywords, problem):
+    with pytest.raises(UsageError, match=problem):
+        PrecisionDebugger(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("c.json", b"{", "is not valid JSON"),
+        ("c.json", b"[" * 100_000, "is not valid JSON"),
+        ("c.json", b"[1]", "does not hold an object"),
+        ("c.json", b"\xff\xfe", "is not UTF-8 text"),
+        ("c.json", b'{"wrong": 1}', "unknown setting 'wrong'"),
+        ("c.json", b'{"task": ["tensor"]}', "is not supported"),
+        ("c.yaml", b"a: [1", "is not valid YAML"),
+        ("c.yaml", b"just text", "does not hold an object"),
+        ("c.yaml", b"!!python/object:os.system {}", "is not valid YAML"),
+        ("none.json", None, "cannot be read"),
+    ],
+    ids=range(10),
+)
+def test_config_files_that_cannot_work(tmp_path, name, content, problem):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=problem) as caught:
+        PrecisionDebugger(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_yaml_without_pyyaml(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    (tmp_path / "c.yaml").write_text("level: L0")
+    with pytest.raises(UsageError, match="needs PyYAML"):
+        PrecisionDebugger(tmp_path / "c.yaml")
+
+
+def test_seed_all(monkeypatch):
+    import random
+
+    drawn = []
+    for _ in range(2):
+        probe.seed_all(7)
+        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "HCCL_DETERMINISTIC"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        probe.seed_all(7, mode=True)
+        assert torch.are_deterministic_algorithms_enabled() and os.environ["HCCL_DETERMINISTIC"] == "true"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        for name in ("CUBLAS_WORKSPACE_CONFIG", "HCCL_DETERMINISTIC"):
+            os.environ.pop(name, None)
