@@ -225,6 +225,8 @@ def _tame_engines(job: DumpJob) -> None:
     if common.State.verbosity >= common.VERBOSE:
         return
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_LOGS", "-all")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for the processes that an engine starts
     warnings.simplefilter("ignore")
     if job.engine == "vllm":

@@ -40,8 +40,6 @@ class PrecisionDebugger:
         self._adapter: Any = None
         self._manifest: dict[str, Any] = {}
         self._undo: Any = None
-        if self.settings.enabled:
-            atexit.register(self._finish)
 
     @property
     def enabled(self) -> bool:
@@ -150,6 +148,8 @@ class PrecisionDebugger:
     def _open(self, model: Any) -> None:
         from probe.hooks.attach import attach
 
+        atexit.unregister(self._finish)
+        atexit.register(self._finish)  # after h5py's own handler, so that it runs before: exit handlers run backwards
         if self._writer is None:
             self._adapter = None
         opened = attach(model, self.settings, self.current_step, _rank(), self._writer, self._adapter)

@@ -56,14 +56,15 @@ def test_installing_the_base_package_changes_no_installed_version(wheel: Path, t
 @pytest.mark.slow
 def test_the_base_install_compares_without_torch(wheel: Path, tmp_path: Path) -> None:
     """GIVEN a new environment with the base package only, WHEN two dumps are compared, THEN it works without torch."""
-    from synthetic_dumps import write_pair
+    from synthetic_dumps import Scenario, actor, write_dump
 
     python = tmp_path / "venv" / "bin" / "python"
     assert run(sys.executable, "-m", "venv", tmp_path / "venv").returncode == 0
     installed = run(python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel)
     assert installed.returncode == 0, installed.stderr
     assert run(python, "-c", "import torch").returncode != 0
-    a, b = write_pair(tmp_path / "dumps")
+    a = write_dump(tmp_path / "rollout", Scenario(layout="vllm", stage="rollout", noise=1))
+    b = write_dump(tmp_path / "actor", actor(noise=2))
     command = (python, "-m", "probe", "compare", a, b, "--report", "json,html,csv,markdown", "-o", tmp_path / "report")
     result = subprocess.run([str(part) for part in command], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -127,8 +127,19 @@ def find_runner(model: Any) -> Any:
             "set VLLM_ENABLE_V1_MULTIPROCESSING=0, or use 'probe dump --stage rollout'",
         )
     # vLLM's model does not know its runner, whose batch bookkeeping says which row is which request
-    candidates = (o for o in gc.get_objects() if type(o).__name__.endswith("ModelRunner"))
+    candidates = (o for o in _live_objects() if type(o).__name__.endswith("ModelRunner"))
     return next((o for o in candidates if getattr(o, "model", None) is model), None)
+
+
+def _live_objects() -> list[Any]:
+    """Return what the garbage collector tracks, with what vLLM has frozen to spare it work (its runner is there)."""
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        if frozen:
+            gc.freeze()
 
 
 def record_schedule(runner: Any, adapter: VllmAdapter) -> Callable[[], None]:

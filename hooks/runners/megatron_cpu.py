@@ -38,7 +38,7 @@ def apply_cpu_support(log: logging.Logger | None = None) -> None:
     fused_softmax.get_default_causal_mask = _causal_mask
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     _state["applied"] = True
-    (log or logging.getLogger("probe")).info("Megatron-core runs on the CPU; replaced: %s", "; ".join(REPLACED))
+    (log or logging.getLogger("probe")).warning("Megatron-core runs on the CPU; replaced: %s", "; ".join(REPLACED))
 
 
 def cpu_support_applied() -> bool:

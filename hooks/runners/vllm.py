@@ -24,7 +24,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """Defaults for a dump, each overridable by the caller's environment: one process unless asked, and the first-generation
 model runner, whose batch bookkeeping is what rows are read from."""
