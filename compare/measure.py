@@ -54,7 +54,7 @@ class Measurer:
         results = []
         for order, match in enumerate(matching.matched):
             if self.observer:
-                self.observer("measure", order, len(matching.matched))
+                self.observer("measuring", order, len(matching.matched))
             try:
                 results.append(self._one(match, order))
             except ProbeError as error:  # a tensor that cannot be merged is reported, the others go on
@@ -91,4 +91,4 @@ def measure_rows(x: np.ndarray, y: np.ndarray, join: RowJoin, ulp_dtype: str) ->
 
 
 def _incomparable(match: Match, order: int, reason: str) -> Measured:
-    return Measured(match, order, Judgement("incomparable", float("nan"), float("nan"), reason))
+    return Measured(match, order, Judgement("incomparable", float("nan"), float("nan"), reason=reason))

@@ -89,7 +89,7 @@ def _modules(e: Evidence) -> list[str]:
     assert top.metrics is not None
     return [
         f"Of {len(compared)} tensors {counts}; the largest difference is {top.match.label} with relative L2 "
-        f"{top.metrics.rel_l2:.1e}, {top.judgement.ratio:.1f} times the modelled noise floor "
+        f"{top.metrics.rel_l2:.1e}, {top.judgement.ratio:.2g} times the modelled noise floor "
         f"(up to {SUSPECT_RISE:g} raise no suspicion)."
     ]
 
@@ -102,9 +102,11 @@ def _divergence(e: Evidence, first: Measured) -> str:
     place = f"{e.first['name']} {e.first['slot']}"
     if e.first["position"] is not None:
         place += f", first at position {e.first['position']} of sequence {e.first['sequence']}"
+    size = ""
+    if not first.metrics.nonfinite_mismatch:
+        size = f"relative L2 {first.metrics.rel_l2:.1e} where rounding explains {first.judgement.floor:.1e}, "
     return (
-        f"They part in {place}: relative L2 {first.metrics.rel_l2:.1e} where rounding explains "
-        f"{first.judgement.floor:.1e} ({first.judgement.reason}). {quiet} of {len(before)} tensors before it agree; "
+        f"They part in {place}: {size}{first.judgement.reason}. {quiet} of {len(before)} tensors before it agree; "
         f"{words.count('divergent')} of {len(words)} diverge in all: look at this module before those after it."
     )
 
@@ -182,7 +184,7 @@ def next_commands(e: Evidence) -> list[str]:
     a, b = shlex.quote(str(e.a.path)), shlex.quote(str(e.b.path))
     first = first_divergent(e.measured)
     if first is None:
-        return [f"probe compare {a} {b} --report html"]
+        return [f"probe show {a}", f"probe show {b}"]
     commands = []
     for path, source, dump in ((a, first.match.source_a, e.a), (b, first.match.source_b, e.b)):
         module = _native_module(source.native[0], dump)

@@ -26,7 +26,7 @@ MANTISSA_BITS = {
 """Explicit mantissa bits of the floating dtypes, the measure of which of two is coarser."""
 
 ROW_NORM_FLOOR = 0.01
-"""A row's norm counts as at least this share of the RMS row norm, so that a nearly zero row cannot raise an alarm."""
+"""A row's norm counts as at least this share of the median row norm, so that nearly zero rows cannot raise an alarm."""
 
 
 def coarser_dtype(*names: str) -> str:
@@ -131,7 +131,7 @@ class PairMetrics:
       (row, feature) ``max_abs_at``;
     * ``one_minus_cos`` = (sum d^2 - (|x| - |y|)^2) / (2 |x| |y|), which does not cancel as 1 - x.y / (|x| |y|) does;
     * ``norm_ratio`` = |x| / |y|; ``ulp_p50``, ``ulp_p99`` = quantiles of the ULP distance in ``ulp_dtype``;
-    * ``row_rel_l2`` = float64 [rows], each row's |d| / |y| with the row norm raised to ROW_NORM_FLOOR of the RMS one;
+    * ``row_rel_l2`` = float64 [rows], each row's |d| / |y| with the row norm raised to ROW_NORM_FLOOR of the median;
       ``row_mismatch`` = bool [rows], rows with a non-finite value on one side only.
 
     A figure that has no value (no pair, zero norm) is NaN.
@@ -263,7 +263,7 @@ class PairMeasure:
         if not self.rows:
             return np.zeros(0)
         reference = np.where(self._row_y2 > 0, self._row_y2, self._row_x2)
-        floor = ROW_NORM_FLOOR**2 * float(reference.mean())
+        floor = ROW_NORM_FLOOR**2 * float(np.median(reference))
         scale = np.maximum(reference, floor)
         return np.sqrt(np.divide(self._row_d2, scale, out=np.zeros_like(scale), where=scale > 0))
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic_dumps import Scenario, Tiny, actor, make_weights, prompts, write_dump
+from synthetic_dumps import Scenario, actor, prompts, write_dump
+from synthetic_model import Tiny, make_weights
 
 from probe.compare.report import model as report_model
 from probe.compare.run import compare_dumps, exit_status

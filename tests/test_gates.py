@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic_dumps import Scenario, Tiny, actor, opened, prompts, sketch
+from synthetic_dumps import Scenario, actor, opened, prompts, sketch
+from synthetic_model import Tiny
 
 from probe.compare.align import join_sequences
 from probe.compare.gates import (

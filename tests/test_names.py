@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from synthetic_dumps import LAYOUTS, Forward, Scenario, Tiny, actor, make_weights, opened, prompts
+from synthetic_dumps import LAYOUTS, Scenario, actor, opened, prompts
+from synthetic_model import Forward, Tiny, make_weights
 
 from probe.compare.align import RowAligner, join_sequences
 from probe.compare.match import match_tensors, read_side
