@@ -7,9 +7,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from checkpoints import make_checkpoint
+
 from probe.hooks.demo_model import DEMO_PROMPTS
 from probe.hooks.runners.job import DumpJob, Sampling
 from probe.hooks.runners.run import run_dump
+
+FAMILIES = {"qwen3": {"tied": True}, "llama": {"tied": False}}
+"""Random checkpoints without a tokenizer, prompted by token ids: family -> arguments of make_checkpoint."""
 
 
 def jobs(model: Path, folder: Path) -> list[DumpJob]:
@@ -21,8 +26,15 @@ def jobs(model: Path, folder: Path) -> list[DumpJob]:
     base = DumpJob("rollout", "vllm", model, folder / "fp32", prompts=prompts, dtype="float32")
     base.sampling = Sampling(max_tokens=24, seed=1)
     fp32 = folder / "fp32"
+    ids = folder / "ids.jsonl"
+    ids.write_text('{"token_ids": [5, 6, 7, 8, 9]}\n{"id": "short", "token_ids": [11, 12]}\n')
+    families = [
+        replace(base, output=folder / name, model=folder / f"{name}-model", prompts=ids, sampling=Sampling(n=2))
+        for name in FAMILIES
+    ]
     small_passes = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_chunked_prefill": True}
     return [
+        *families,
         base,
         replace(base, output=folder / "bf16", dtype="bfloat16"),
         replace(base, output=folder / "prompts-only", prompts_only=True),
@@ -39,6 +51,8 @@ def main() -> None:
     """Run every job and print how long each took."""
     model, folder = Path(sys.argv[1]), Path(sys.argv[2])
     only = sys.argv[3:]
+    for name, arguments in FAMILIES.items():
+        make_checkpoint(folder / f"{name}-model", family=name, hidden=128, **arguments)
     for job in jobs(model, folder):
         if not only or job.output.name in only:
             start = time.monotonic()

@@ -178,6 +178,19 @@ def test_a_rollout_of_transformers_is_recomputed_by_megatron(demo_model: Path, t
     assert report["coverage"]["rows_not_executed"] == 2
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("engine", ["megatron", "transformers"])
+def test_other_families_work_the_same_way(rollouts: Path, tmp_path: Path, family: str, engine: str) -> None:
+    """q/k norms and tied embeddings (Qwen3), no biases (Llama); token ids without a tokenizer, two responses each."""
+    model = rollouts / f"{family}-model"
+    report = compare_dumps(rollouts / family, actor(rollouts / family, tmp_path / "actor", model, engine=engine))
+    assert report["verdict"] == "consistent"
+    assert (report["coverage"]["only_a"], report["coverage"]["only_b"]) == ([], [])
+    assert report["coverage"]["matched"] >= 27
+    assert max(layer["rel_l2"] for layer in report["layers"]) <= 1e-5
+    assert report["a"]["sequences"] == 4
+
+
 def test_many_decode_steps_make_no_more_datasets_than_few(rollouts: Path) -> None:
     stored = {}
     for name, steps in (("steps-10", 10), ("steps-2000", 2000)):
