@@ -10,6 +10,7 @@ import torch
 from probe.store.schema import WeightSketch
 
 _CHUNK = 4 << 20
+FLOAT64_DEVICES = ("cpu", "cuda")
 
 
 def column_vector(columns: int, start: int = 0) -> np.ndarray:
@@ -26,19 +27,22 @@ def column_vector(columns: int, start: int = 0) -> np.ndarray:
 
 
 def sketch(name: str, parameter: torch.Tensor) -> WeightSketch:
-    """Return the sketch of one parameter, computed in float64 on its device, in bounded memory."""
+    """Return the sketch of one parameter, computed in float64 in bounded memory.
+
+    The products run where the parameter is, or on the host for devices that may lack float64 products (NPUs).
+    """
     shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
     weight = parameter.detach()
     if weight.dim() < 2:
-        values = weight.reshape(-1, 1).to("cpu", torch.float64).numpy()
+        values = weight.reshape(-1, 1).to("cpu").to(torch.float64).numpy()
         return WeightSketch(name, shape, dtype, values)
     weight = weight.reshape(weight.shape[0], -1)
-    r = torch.from_numpy(column_vector(weight.shape[1]))
-    r = r if weight.device.type == "cpu" else r.to(weight.device)
+    where = weight.device if weight.device.type in FLOAT64_DEVICES else torch.device("cpu")
+    r = torch.from_numpy(column_vector(weight.shape[1])).to(where)
     rows = max(1, _CHUNK // max(weight.shape[1], 1))
     parts = []
     for chunk in weight.split(rows):
-        wide = chunk.to(torch.float64)
+        wide = chunk.to(where).to(torch.float64)
         parts.append(torch.stack([wide @ r, wide.sum(1), wide.square().sum(1)], 1).cpu())
     table = torch.cat(parts).numpy()
     square = weight.shape[0] == weight.shape[1]
@@ -48,11 +52,11 @@ def sketch(name: str, parameter: torch.Tensor) -> WeightSketch:
 
 def sketches(model: torch.nn.Module) -> Iterator[WeightSketch]:
     """Yield the sketch of every parameter; one that shares another's storage becomes an alias of it."""
-    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.numel() or parameter.device.type == "meta":
             continue
-        key = (parameter.data_ptr() or id(parameter), tuple(parameter.shape))
+        key = (parameter.data_ptr() or id(parameter), tuple(parameter.shape), parameter.stride())
         if key in seen:
             dtype = str(parameter.dtype).removeprefix("torch.")
             yield WeightSketch(name, tuple(parameter.shape), dtype, np.zeros((0, 3)), alias=seen[key])

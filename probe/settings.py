@@ -65,17 +65,24 @@ ENVIRONMENT = {
 }
 
 
+MSPROBE_FILTERS = ("scope", "tensor_list", "backward_input")
+"""Keys of an msProbe config.json that would change what is recorded: accepted only while they are empty."""
+MSPROBE_IGNORED = ("summary_mode", "file_format", "async_dump", "enable_dataloader", "extra_info", "precision")
+"""Keys of an msProbe config.json that have no counterpart and change nothing about what is recorded."""
+
+
 def load_settings(
     config_path: str | Path | None, keywords: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Settings:
     """Return settings from keywords, the environment and a json or yaml file, in this order of precedence.
 
+    An environment variable that is empty counts as unset. A file's ``"enabled": true`` needs no DUMP_ON beside it.
     Raises UsageError naming an unknown key, an unsupported value, or a file that cannot be read.
     """
-    values = _from_file(Path(config_path)) if config_path else {}
-    if "enabled" not in values:
-        values["enabled"] = environ.get("DUMP_ON", "0")
-    values |= {key: environ[name] for key, name in ENVIRONMENT.items() if name in environ and key != "enabled"}
+    values = _from_file(Path(config_path), keywords.get("task") or environ.get("PROBE_TASK")) if config_path else {}
+    switched_on = _flag("enabled", values.pop("enabled", False))  # a file that says so needs no DUMP_ON
+    values |= {key: environ[name] for key, name in ENVIRONMENT.items() if environ.get(name)}
+    values["enabled"] = switched_on or values.get("enabled", False)
     values |= {key: value for key, value in keywords.items() if value is not None}
     known = {field.name: field for field in fields(Settings)}
     for key in values:
@@ -84,33 +91,51 @@ def load_settings(
     return Settings(**{key: _convert(key, value) for key, value in values.items()})
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def _from_file(path: Path, task: Any) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"the config file {path} cannot be read ({error.strerror})", "check its path") from None
-    try:
-        if path.suffix in (".yaml", ".yml"):
-            import yaml
-
-            values = yaml.safe_load(text)
-        else:
-            values = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"the config file {path} is not valid JSON ({error})", "correct it") from None
-    except Exception as error:  # yaml.YAMLError, whose class is only known once yaml is imported
-        raise UsageError(f"the config file {path} is not valid YAML ({' '.join(str(error).split())})") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the config file {path} is not UTF-8 text ({error.reason})", "save it as UTF-8") from None
+    values = _parse_yaml(path, text) if path.suffix in (".yaml", ".yml") else _parse_json(path, text)
     if not isinstance(values, dict):
         raise UsageError(f"the config file {path} does not hold an object", 'write {"dump_path": "..."}')
     # msProbe's files keep the options of each task under the task's own name
-    return {k: v for k, v in values.items() if not isinstance(v, dict)} | values.get(values.get("task", ""), {})
+    options = values.get(str(task or values.get("task") or Settings.task))
+    merged = {k: v for k, v in values.items() if not isinstance(v, dict) and k not in MSPROBE_IGNORED}
+    if isinstance(options, dict):
+        merged |= {k: v for k, v in options.items() if k not in MSPROBE_IGNORED}
+    for key in MSPROBE_FILTERS:
+        if merged.pop(key, None):
+            raise UsageError(f"the config file {path} sets {key!r}, which probe does not have", "use 'list', or none")
+    return merged
+
+
+def _parse_json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the config file {path} is not valid JSON ({error})", "correct it") from None
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise UsageError(f"reading {path} needs PyYAML", "pip install pyyaml, or write the settings as JSON") from None
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"the config file {path} is not valid YAML ({reason})", "correct it") from None
 
 
 def _convert(key: str, value: Any) -> Any:
     if key in ("enabled", "prompts_only"):
         return _flag(key, value)
     if key == "block_bytes":
-        return int(value)
+        return _number(key, value)
     if key in ("step", "rank"):
         return tuple(_number(key, v) for v in _many(value))
     if key in ("list", "data_mode"):

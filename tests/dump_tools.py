@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import time
+import tracemalloc
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from probe.errors import DumpError
+from probe.store.reader import open_dump
 from probe.store.schema import ROW, RowSegment, Sequence
 from probe.store.writer import DumpWriter
 
 MANIFEST: dict[str, Any] = {"schema": 1, "stage": "rollout", "engine": {"name": "module", "version": "1"}}
+# Opening and reading the dumps below takes some milliseconds; the bounds are loose enough for a busy machine and far
+# below what following the forgery would cost (gigabytes).
+MAX_SECONDS, MAX_BYTES = 20.0, 64 << 20
 
 
 def rank_file(folder: Path, rank: int = 0) -> Path:
@@ -51,3 +59,30 @@ def write_dump(
         writer.append(module, slot, array, dtype, rows if len(array) == len(rows.rows) else segment(len(array)))
     writer.close()
     return folder / "rollout"
+
+
+def read_everything(folder: Path) -> None:
+    """Touch all that a dump holds."""
+    with open_dump(folder) as dump:
+        for module, slot in dump.tensors:
+            dump.read(module, slot)
+            for values, rows in dump.iter_blocks(module, slot):
+                assert len(values) == len(rows)
+            dump.rows(module, slot)
+
+
+def refusal(folder: Path) -> str:
+    """Return the sentence with which a dump is refused, within bounded time and memory."""
+    start = time.monotonic()
+    tracemalloc.start()
+    try:
+        with pytest.raises(DumpError) as caught:
+            read_everything(folder)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert time.monotonic() - start < MAX_SECONDS and peak < MAX_BYTES
+    sentence = str(caught.value)
+    assert "\n" not in sentence and sentence.endswith(".") and str(folder.parent) in sentence
+    assert caught.value.__cause__ is None
+    return sentence

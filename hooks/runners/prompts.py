@@ -11,6 +11,7 @@ from typing import Any
 from probe.errors import PromptsError
 
 TEXT_KEYS = ("text", "prompt")
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 TOKEN_KEYS = ("token_ids", "prompt_token_ids", "tokens")
 
 
@@ -130,6 +131,8 @@ def load_tokenizer(model: Path) -> Any:
     """Return the tokenizer saved with a checkpoint, or raise PromptsError."""
     from transformers import AutoTokenizer
 
+    if not any(file for pattern in TOKENIZER_FILES for file in Path(model).glob(pattern)):
+        raise PromptsError(f"{model} has no tokenizer", "give prompts as token_ids")  # transformers makes an empty one
     try:
         return AutoTokenizer.from_pretrained(str(model), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:

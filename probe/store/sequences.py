@@ -6,27 +6,36 @@ engine's request id, to which vLLM appends a random suffix. Both tables describe
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from probe.errors import DumpError
 from probe.store.schema import Sequence
+from probe.store.validate import DAMAGED, text_of
 
 
-def sequences_of(table: np.ndarray, tokens: np.ndarray) -> list[Sequence]:
-    """Return the sequences of one file with the ids that its token table lists."""
-    ids: dict[int, np.ndarray] = {}
-    if len(tokens):
-        order = np.lexsort((tokens["position"], tokens["sequence"]))
-        tokens = tokens[order]
-        numbers, starts = np.unique(tokens["sequence"], return_index=True)
-        for number, chunk in zip(numbers, np.split(tokens["token"], starts[1:])):
-            ids[int(number)] = chunk.astype(np.int64)
+def sequences_of(table: np.ndarray, tokens: np.ndarray, where: str) -> list[Sequence]:
+    """Return the sequences of one file with the ids that its token table lists (in any order).
+
+    Raises DumpError about the file ``where`` unless sequences are numbered 0, 1, ... and the token table holds each
+    sequence's positions 0, 1, ... once.
+    """
+    if not np.array_equal(np.sort(table["id"]), np.arange(len(table))):
+        raise DumpError(f"{where}:/sequences does not number its sequences 0 to {len(table) - 1}", DAMAGED)
+    if len(table) and min(table["prompt_len"].min(), table["length"].min()) < 0:
+        raise DumpError(f"{where}:/sequences holds a negative length", DAMAGED)
+    tokens = tokens[np.lexsort((tokens["position"], tokens["sequence"]))]
+    numbers, starts, counts = np.unique(tokens["sequence"], return_index=True, return_counts=True)
+    if len(numbers) and not 0 <= numbers[0] <= numbers[-1] < len(table):
+        raise DumpError(f"{where}:/tokens names a sequence that the file does not list", DAMAGED)
+    if not np.array_equal(tokens["position"], np.arange(len(tokens)) - np.repeat(starts, counts)):
+        raise DumpError(f"{where}:/tokens does not hold the positions 0, 1, ... of each sequence once", DAMAGED)
+    chunks = np.split(tokens["token"].astype(np.int64), starts[1:])
+    ids = {int(number): chunk for number, chunk in zip(numbers, chunks)}
     return [_sequence(record, ids) for record in table]
 
 
 def _sequence(record: np.void, ids: dict[int, np.ndarray]) -> Sequence:
-    text = {name: _text(record[name]) for name in ("uid", "request_id", "trajectory")}
+    text = {name: text_of(record[name]) for name in ("uid", "request_id", "trajectory")}
     number = int(record["id"])
     return Sequence(
         index=number,
@@ -57,6 +66,7 @@ def merge_sequences(files: list[list[Sequence]]) -> tuple[list[Sequence], list[n
                 found = len(merged)
                 merged.append(Sequence(**{**vars(sequence), "index": found}))
                 by_key[keys[0]] = found
+            merged[found].length = max(merged[found].length, sequence.length)
             maps[number][sequence.index] = found
     return merged, maps
 
@@ -66,7 +76,3 @@ def _keys(sequence: Sequence) -> list[str]:
         return [f"uid:{sequence.uid}"]
     stem, _, suffix = sequence.request_id.rpartition("-")
     return [f"request:{sequence.request_id}"] + ([f"request:{stem}"] if stem and suffix else [])
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

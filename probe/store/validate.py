@@ -2,31 +2,52 @@
 
 HDF5 follows external links and virtual datasets silently, returns another file's bytes through external storage, and
 believes a small file that declares gigabytes. A dump uses none of these, so anything but a hard link to a plain,
-fully stored dataset of a known type is refused.
+unfiltered, fully stored dataset of a known type is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5d, h5l
+from h5py import h5d, h5l, h5s
 
 from probe.errors import DumpError
-from probe.store.dtypes import type_matches
+from probe.store.dtypes import DTYPES, type_matches
 
-MAX_RATIO = 1000
-"""Logical over stored bytes at most; a dump is never compressed at capture, an offline repack stays far below."""
+MAX_RANK = 32
+"""Axes of a tensor at most: HDF5's own limit (H5S_MAX_RANK)."""
+DAMAGED = "the dump is damaged: dump again"
+UNTRUSTED = "a dump never does: do not trust this file"
+
+
+@contextlib.contextmanager
+def reading(where: str | Path) -> Iterator[None]:
+    """Turn whatever h5py, HDF5, numpy or a decoder raise over damaged content into one DumpError about ``where``."""
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, MemoryError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DumpError(f"{where} cannot be read ({reason})", DAMAGED) from None
 
 
 def open_file(path: Path) -> h5py.File:
     """Open an HDF5 file for reading or raise DumpError with the reason."""
     try:
         return h5py.File(path, "r")
-    except OSError as error:
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        if "unable to lock" in reason:
+            raise DumpError(f"{path} is still being written", "wait until the run has ended") from None
         raise DumpError(
-            f"{path} is not a readable HDF5 file ({str(error).splitlines()[0]})",
+            f"{path} is not a readable HDF5 file ({reason})",
             "it is truncated, damaged or from another program: dump again",
         ) from None
 
@@ -34,46 +55,109 @@ def open_file(path: Path) -> h5py.File:
 def safe_dataset(file: h5py.File, path: str) -> h5py.Dataset:
     """Return the dataset at ``path`` after checking links, storage class and size; raise DumpError otherwise."""
     where = f"{file.filename}:{path}"
-    group = file.id
-    parts = [part for part in path.split("/") if part]
-    for part in parts:
-        name = part.encode()
-        if not isinstance(group, h5py.h5g.GroupID | h5py.h5f.FileID) or not group.links.exists(name):
-            raise DumpError(f"{where} is missing from the file", "the dump is damaged: dump again")
-        if group.links.get_info(name).type != h5l.TYPE_HARD:
-            raise DumpError(f"{where} is a soft or external link", "a dump holds none: do not trust this file")
-        group = h5py.h5o.open(group, name)
-    if not isinstance(group, h5d.DatasetID):
-        raise DumpError(f"{where} is not a dataset", "the dump is damaged: dump again")
-    _check_storage(group, where)
-    return h5py.Dataset(group)
+    with reading(where):
+        found = file.id
+        for name in (part.encode() for part in path.split("/") if part):
+            if not isinstance(found, h5py.h5g.GroupID | h5py.h5f.FileID) or not found.links.exists(name):
+                raise DumpError(f"{where} is missing from the file", "it is damaged, or not a probe dump file")
+            if found.links.get_info(name).type != h5l.TYPE_HARD:
+                raise DumpError(f"{where} is a soft or external link", "a dump holds none: do not trust this file")
+            found = h5py.h5o.open(found, name)
+        if not isinstance(found, h5d.DatasetID):
+            raise DumpError(f"{where} is not a dataset", DAMAGED)
+        _check_storage(found, where, os.stat(file.filename).st_size)
+        return h5py.Dataset(found)
 
 
-def _check_storage(dataset: h5d.DatasetID, where: str) -> None:
+def _check_storage(dataset: h5d.DatasetID, where: str, file_size: int) -> None:
     plist = dataset.get_create_plist()
-    if plist.get_external_count() or plist.get_layout() == h5d.VIRTUAL:
-        raise DumpError(f"{where} keeps its bytes in another file", "a dump never does: do not trust this file")
-    logical = int(np.prod(dataset.shape, dtype=np.int64)) * dataset.get_type().get_size()
+    layout = plist.get_layout()
+    if plist.get_external_count() or layout == h5d.VIRTUAL:
+        raise DumpError(f"{where} keeps its bytes in another file", UNTRUSTED)
+    if plist.get_nfilters():
+        raise DumpError(f"{where} is compressed or filtered", UNTRUSTED)
+    if dataset.get_space().get_simple_extent_type() == h5s.NULL:
+        raise DumpError(f"{where} has no shape", DAMAGED)
+    logical = math.prod(dataset.shape) * dataset.get_type().get_size()
     stored = dataset.get_storage_size()
-    if logical > MAX_RATIO * max(stored, 1):
-        raise DumpError(f"{where} declares {logical} bytes but holds {stored}", "the dump is damaged or forged")
+    if layout == h5d.CONTIGUOUS and stored:
+        stored = min(stored, file_size - dataset.get_offset())
+    if logical > stored:
+        raise DumpError(f"{where} declares {logical} bytes but holds {max(stored, 0)}", "it is damaged or forged")
 
 
 def check_tensor(dataset: h5py.Dataset, shape: tuple[int, ...], dtype: str) -> None:
     """Check that a tensor's dataset has the element type and count that the index promises."""
+    where = f"{dataset.file.filename}:{dataset.name}"
     if not type_matches(dataset.id.get_type(), dtype):
-        raise DumpError(f"{dataset.file.filename}:{dataset.name} is not stored as {dtype}", "the dump is damaged")
-    if int(np.prod(shape, dtype=np.int64)) != int(np.prod(dataset.shape, dtype=np.int64)):
-        raise DumpError(
-            f"{dataset.file.filename}:{dataset.name} has shape {dataset.shape}, the index says {shape}",
-            "the dump is damaged",
-        )
+        raise DumpError(f"{where} is not stored as {dtype}", DAMAGED)
+    if math.prod(shape) != math.prod(dataset.shape):
+        raise DumpError(f"{where} has shape {dataset.shape}, the index says {shape}", DAMAGED)
 
 
-def check_table(dataset: h5py.Dataset, expected: np.dtype) -> None:
-    """Check that a table has the columns of this schema version."""
-    if dataset.dtype.names != expected.names:
-        raise DumpError(
-            f"{dataset.file.filename}:{dataset.name} has columns {dataset.dtype.names}, expected {expected.names}",
-            "it was written by another version or another program",
-        )
+def read_table(file: h5py.File, path: str, expected: np.dtype) -> np.ndarray:
+    """Return a whole table after checking that it has the columns, and their types, of this schema version."""
+    dataset = safe_dataset(file, path)
+    where = f"{file.filename}:{path}"
+    with reading(where):
+        dtype = dataset.dtype
+        if dtype.names != expected.names:
+            raise DumpError(
+                f"{where} has columns {dtype.names}, expected {expected.names}",
+                "it was written by another version or another program",
+            )
+        if dataset.ndim != 1 or any(not _same_type(dtype[name], expected[name]) for name in dtype.names):
+            raise DumpError(f"{where} has columns of other types than a dump's", "it is from another program")
+        return dataset[...]
+
+
+def _same_type(found: np.dtype, expected: np.dtype) -> bool:
+    if h5py.check_string_dtype(expected) is not None:
+        return h5py.check_string_dtype(found) is not None
+    return found == expected
+
+
+def text_of(value: Any) -> str:
+    """Return a text column's entry."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def json_object(value: Any, where: str) -> dict[str, Any]:
+    """Return the JSON object in a text column or dataset, or raise DumpError."""
+    try:
+        parsed = json.loads(value)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DumpError(f"{where} is not valid JSON ({error})", DAMAGED) from None
+    if not isinstance(parsed, dict):
+        raise DumpError(f"{where} does not hold a JSON object", DAMAGED)
+    return parsed
+
+
+def json_shape(value: Any, where: str, *, rows: bool = False) -> tuple[int, ...]:
+    """Return the shape in a text column: at most 32 axes of sizes >= 0; with ``rows`` the first one must exist."""
+    try:
+        parsed = json.loads(value)
+    except (ValueError, TypeError, RecursionError):
+        parsed = None
+    whole = isinstance(parsed, list) and all(type(size) is int and size >= 0 for size in parsed)
+    if not whole or len(parsed) > MAX_RANK or (rows and not parsed):
+        raise DumpError(f"{where} has the shape {text_of(value)[:80]!r}, which no tensor has", DAMAGED)
+    return tuple(parsed)
+
+
+def check_dtype(name: str, where: str) -> str:
+    """Return the name of a tensor dtype that this version can read."""
+    if name not in DTYPES:
+        raise DumpError(f"{where} has the dtype {name[:40]!r}, which this version cannot read", "update probe")
+    return name
+
+
+_OBJECTS = ("engine", "model", "layout", "topology", "environment", "sampling", "backends", "batching")
+
+
+def check_manifest(manifest: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a manifest whose sections, where present, are objects."""
+    for key in _OBJECTS:
+        if not isinstance(manifest.get(key) or {}, dict):
+            raise DumpError(f"{where} holds {key!r} as something else than an object", DAMAGED)
+    return manifest

@@ -1,11 +1,13 @@
 """Write one file of a dump: rows of successive calls gathered into blocks, content stored once, readable if killed.
 
-While open the file is ``NAME.h5.partial``. Every flush appends the blocks *and* their index rows before it reaches the
-disk, so that whatever was flushed can be read with its meaning; ``close`` fsyncs and renames.
+While open the file is ``NAME.h5.partial`` with a journal beside it (probe.store.journal): every flush appends the
+blocks *and* their index rows to both, so that whatever was flushed can be read with its meaning however the process
+ends. ``close`` fsyncs, renames and deletes the journal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from h5py import h5d, h5p, h5s
 
 from probe.errors import DumpError, OutputExistsError
 from probe.store.dtypes import file_type, stored_dtype, widen
+from probe.store.journal import JournalWriter
 from probe.store.schema import (
     PARTIAL_SUFFIX,
     RESERVED,
@@ -31,8 +34,10 @@ from probe.store.schema import (
     WeightSketch,
 )
 
-# libver v108 with frequent flushes is the combination that stays openable after SIGKILL; 'latest' is not.
+# Of the versions every HDF5 since 1.8 reads, the newest.
 LIBVER = ("v108", "v108")
+CHUNK_ROWS = {"tokens": 1024}
+"""Rows by which a table grows, 64 where not given: small, because a chunk is stored whole."""
 
 
 @dataclass
@@ -40,6 +45,7 @@ class _Series:
     """Rows of one (module, slot) that are waiting to become a block."""
 
     order: int
+    group: str
     dtype: str = ""
     feature_shape: tuple[int, ...] = ()
     arrays: list[np.ndarray] = field(default_factory=list)
@@ -68,12 +74,15 @@ class DumpWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.block_bytes, self.buffer_bytes = block_bytes, buffer_bytes
         self.file = h5py.File(self.partial, "w", libver=LIBVER)
-        self.file.create_dataset("manifest", data=json.dumps(manifest))
+        self.file.create_dataset("manifest", data=json.dumps(manifest, default=str))
         self._tables = {
-            name: self.file.create_dataset(name, shape=(0,), maxshape=(None,), chunks=(256,), dtype=dtype)
+            name: self.file.create_dataset(
+                name, shape=(0,), maxshape=(None,), chunks=(CHUNK_ROWS.get(name, 64),), dtype=dtype, track_times=False
+            )
             for name, dtype in TABLES.items()
         }
         self._series: dict[tuple[str, str], _Series] = {}
+        self._paths: set[str] = set()
         self._row_tables: dict[tuple[int, ...], str] = {}
         self._stored: dict[tuple[str, tuple[bytes, ...]], tuple[str, str, tuple[float, ...]]] = {}
         self._live: dict[bytes, tuple[np.ndarray, int]] = {}
@@ -87,6 +96,8 @@ class DumpWriter:
         self._dcpl.set_obj_track_times(False)
         self._dcpl.set_fill_time(h5d.FILL_TIME_NEVER)
         self.file.flush()
+        self._journal = JournalWriter(self.partial, manifest)
+        self._places: dict[str, tuple[int, int]] = {}
 
     # -- what a capture says ------------------------------------------------------------------------------------------
 
@@ -106,14 +117,14 @@ class DumpWriter:
         """Store the sketch of a parameter."""
         dataset = ""
         if sketch.rows.size:
-            dataset = f"/sketches/{sketch.name}"
+            dataset = self._unused("sketches", sketch.name)
             self._create(dataset, np.ascontiguousarray(sketch.rows, np.float64), "float64")
         shape = json.dumps(list(sketch.shape))
         self._waiting["weights"].append((sketch.name, shape, sketch.dtype, sketch.quad, sketch.alias, dataset))
 
     def add_tokens(self, tokens: np.ndarray) -> None:
         """Append rows of the token table (an array of :data:`probe.store.schema.TOKEN`)."""
-        self._append_table("tokens", np.asarray(tokens, TOKEN))
+        self._waiting["tokens"].extend(np.asarray(tokens, TOKEN).tolist())
 
     def append(
         self, module: str, slot: str, array: np.ndarray, dtype: str, segment: RowSegment, *, has_rows: bool = True
@@ -127,7 +138,7 @@ class DumpWriter:
             raise DumpError(f"{module}:{slot} has {len(array)} rows but its call has {len(segment.rows)}")
         if not len(array):
             return
-        series = self._series.setdefault((module, slot), _Series(order=len(self._series)))
+        series = self._series_of(module, slot)
         if series.arrays and (series.dtype, series.feature_shape) != (dtype, array.shape[1:]):
             self._write_block(module, slot, series)
         series.dtype, series.feature_shape, series.has_rows = dtype, array.shape[1:], has_rows
@@ -166,6 +177,7 @@ class DumpWriter:
         self.file.close()
         _fsync(self.partial)
         os.rename(self.partial, self.path)
+        self._journal.close(delete=True)
         _fsync(self.path.parent)
         return self.path
 
@@ -173,6 +185,30 @@ class DumpWriter:
         """Close without completing: the file keeps its ``.partial`` name."""
         if self.file:
             self.file.close()
+            self._journal.close()
+
+    def discard(self) -> None:
+        """Close, delete the file and the folders that it leaves empty (its step's and its stage's)."""
+        self.abandon()
+        self._journal.path.unlink(missing_ok=True)
+        self.partial.unlink(missing_ok=True)
+        for folder in (self.path.parent, self.path.parent.parent):
+            with contextlib.suppress(OSError):  # not empty: another writer's file or another step is there
+                folder.rmdir()
+
+    def _series_of(self, module: str, slot: str) -> _Series:
+        if (module, slot) not in self._series:
+            top = module if module and module not in RESERVED else f"module:{module}"
+            self._series[(module, slot)] = _Series(order=len(self._series), group=self._unused(top, slot))
+        return self._series[(module, slot)]
+
+    def _unused(self, *names: str) -> str:
+        """Return a path made of ``names`` that no other tensor has; a name may hold any character but NUL."""
+        path = "/" + "/".join("(.)" if name == "." else name.replace("/", "|") for name in names)
+        while path in self._paths:
+            path += "~"
+        self._paths.add(path)
+        return path
 
     def _relieve(self) -> None:
         """Write the largest waiting series until half of the buffer is free (large blocks, bounded memory)."""
@@ -189,8 +225,7 @@ class DumpWriter:
         if content not in self._stored:
             data = series.arrays[0] if len(series.arrays) == 1 else np.concatenate(series.arrays)
             data = np.ascontiguousarray(data)
-            group = module if module and module.split("/")[0] not in RESERVED else f"module:{module}"
-            dataset = f"/{group}/{slot}/block{series.blocks}"
+            dataset = f"{series.group}/block{series.blocks}"
             self._create(dataset, data, series.dtype)
             checksum = xxhash.xxh3_128_hexdigest(data.data)
             with np.errstate(all="ignore"):  # NaN and Inf are counted, not warned about
@@ -218,7 +253,8 @@ class DumpWriter:
         if key not in self._row_tables:
             name = f"t{len(self._row_tables)}"
             rows = np.concatenate([segment.rows for segment in segments])
-            self.file.create_dataset(f"rows/{name}", data=np.asarray(rows, ROW), track_times=False)
+            table = self.file.create_dataset(f"rows/{name}", data=np.asarray(rows, ROW), track_times=False)
+            self._places[f"/rows/{name}"] = (table.id.get_offset(), rows.nbytes)
             self._row_tables[key] = name
         return self._row_tables[key]
 
@@ -228,13 +264,19 @@ class DumpWriter:
         dataset = h5d.create(self.file.id, path.encode(), tid, space, dcpl=self._dcpl, lcpl=self._lcpl)
         if data.size:
             dataset.write(h5s.ALL, h5s.ALL, data.view(stored_dtype(dtype).carrier), mtype=tid)
+        self._places[path] = (dataset.get_offset() if data.size else 0, data.nbytes)
 
     def _commit(self) -> None:
+        """Make what was written readable, first in the file and then, should the process die, through the journal."""
         for name, records in self._waiting.items():
             if records:
                 self._append_table(name, np.array(records, TABLES[name]))
-                records.clear()
         self.file.flush()
+        if self._places or any(self._waiting.values()):
+            self._journal.commit(self._waiting, self._places)
+            self._places.clear()
+            for records in self._waiting.values():
+                records.clear()
 
     def _append_table(self, name: str, records: np.ndarray) -> None:
         table = self._tables[name]
@@ -258,6 +300,8 @@ def _statistics(data: np.ndarray, dtype: str) -> tuple[float, ...]:
     if dtype == "float4_e2m1fn_x2":
         return (np.nan, np.nan, np.nan, np.nan, 0, 0)
     values = widen(data, dtype)
+    if not values.size:
+        return (np.nan, np.nan, np.nan, np.nan, 0, 0)
     if values.dtype.kind in "iub":
         wide = values.astype(np.float64)
         return (wide.min(), wide.max(), wide.mean(), float(np.sqrt(np.square(wide).sum())), 0, 0)
