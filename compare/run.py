@@ -15,10 +15,10 @@ from probe.compare.judge import overall
 from probe.compare.locate import first_divergence
 from probe.compare.match import Entry, Matching, Side, match_tensors, read_side
 from probe.compare.measure import Measured, Measurer, Observer
-from probe.compare.names.base import Source, key_of
+from probe.compare.names.base import LOGITS, Source, key_of
 from probe.compare.settings_gates import config_gate, environment_entries, environment_gate
 from probe.compare.summary import Evidence, next_commands, not_compared, summary
-from probe.compare.tokens import compare_tokens
+from probe.compare.tokens import compare_tokens, unexplained_difference
 from probe.errors import CompareError
 from probe.store.reader import Dump, open_dump
 
@@ -67,7 +67,7 @@ def compare_open(
     verdict = overall(
         [entry.judgement.verdict for entry in measured],
         {gate["name"]: gate["status"] for gate in gates},
-        tokens["mean_abs_logprob_diff"] if tokens["compared"] else None,
+        unexplained_difference(a, b, tokens["mean_abs_logprob_diff"], _logits_agree(measured)),
         min(share, rows.covered),
         min_coverage,
     )
@@ -142,6 +142,10 @@ def _require_something(a: Dump, b: Dump, measured: list[Measured], tokens: Mappi
     if not tokens["compared"] and all(entry.metrics is None for entry in measured):
         problem = f"{a.path} and {b.path} have no tensor and no response log-prob in common"
         raise CompareError(problem, "see what each holds with 'probe show'")
+
+
+def _logits_agree(measured: list[Measured]) -> bool:
+    return any(m.match.label == LOGITS and m.judgement.verdict in ("identical", "consistent") for m in measured)
 
 
 def _tensor_share(matching: Matching, measured: list[Measured]) -> float:

@@ -125,6 +125,26 @@ def compare_tokens(a: Dump, b: Dump, join: SequenceJoin, *, text: bool = True) -
     return report
 
 
+def unexplained_difference(a: Dump, b: Dump, mean_difference: float | None, logits_agree: bool) -> float | None:
+    """Return the mean absolute log-prob difference that the tensors do not already account for.
+
+    Where both sides' logits were compared and agree within rounding, so do their log-probs, however far a model that
+    amplifies rounding carries them; what remains is how far an engine's own log-probs lie from its own logits.
+    """
+    if mean_difference is None or not logits_agree:
+        return mean_difference
+    return max(_from_own_logits(a), _from_own_logits(b))
+
+
+def _from_own_logits(dump: Dump) -> float:
+    """Return the mean absolute difference of an engine's raw log-probs from those of the logits it stored."""
+    if engine_semantics(dump.manifest) != Semantics():
+        return 0.0
+    tokens = dump.tokens[dump.tokens["response"]]
+    gap = np.abs(tokens["logprob"] - tokens["logprob_recomputed"])
+    return float(np.mean(gap[np.isfinite(gap)])) if np.isfinite(gap).any() else 0.0
+
+
 def _by_position(a: Dump, join: SequenceJoin, tokens: JoinedTokens) -> list[dict[str, Any]]:
     prompt = np.array([a.sequences[pair.a].prompt_len for pair in join.pairs], np.int64)
     place = tokens.position - prompt[tokens.pair] if len(tokens.pair) else tokens.position

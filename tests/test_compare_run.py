@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from synthetic_model import Tiny, make_weights
 
 from probe.compare.report import model as report_model
 from probe.compare.run import compare_dumps, exit_status
+from probe.compare.tokens import unexplained_difference
 from probe.errors import CompareError, DumpError
+from probe.store.schema import TOKEN
 
 DEEP = Tiny(layers=5)
 
@@ -292,6 +295,20 @@ def test_log_probs_far_apart_are_suspect_even_without_a_tensor(compare):
     report = compare(Scenario(noise=1, drop=("",)), sharper)
     assert report["tokens"]["mean_abs_logprob_diff"] > 0.1
     assert report["verdict"] == "suspect" and exit_status(report) == 1
+
+
+@pytest.mark.parametrize(
+    ("own_gap", "logits_agree", "expected"),
+    [(0.0, True, 0.0), (0.5, True, 0.5), (0.0, False, 0.3), (0.5, False, 0.3)],
+)
+def test_log_probs_that_agreeing_logits_explain_raise_no_suspicion(own_gap, logits_agree, expected):
+    """GIVEN log-probs 0.3 nats apart, THEN only what the logits do not account for is left."""
+    tokens = np.zeros(4, TOKEN)
+    tokens["response"], tokens["logprob"], tokens["logprob_recomputed"] = True, -1.0, -1.0 - own_gap
+    dump = SimpleNamespace(manifest={}, tokens=tokens)
+    healthy = SimpleNamespace(manifest={}, tokens=tokens[:0])
+    assert unexplained_difference(healthy, dump, 0.3, logits_agree) == pytest.approx(expected)
+    assert unexplained_difference(dump, healthy, None, logits_agree) is None
 
 
 def test_text_is_decoded_through_the_checkpoints_tokenizer(compare, tmp_path):
