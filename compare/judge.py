@@ -159,7 +159,8 @@ def overall(
     """Return the verdict word of a whole comparison.
 
     ``modules``: verdicts of the compared tensors; ``gates``: status by gate name; ``tokens``: mean absolute log-prob
-    difference that the tensors do not account for, or None; ``coverage``: the smaller of the shares of tensors and of rows that were compared.
+    difference that the tensors do not account for, or None; ``coverage``: the smaller of the shares of tensors and of
+    rows that were compared.
     """
     words = [word for word in modules if word not in ("missing", "incomparable")]
     failed = any(gates.get(name) == "fail" for name in ("weights", "sampling", "config", "positions"))

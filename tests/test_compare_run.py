@@ -312,7 +312,8 @@ def test_log_probs_that_agreeing_logits_explain_raise_no_suspicion(own_gap, logi
 
 
 def test_text_is_decoded_through_the_checkpoints_tokenizer(compare, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     words = {f"w{n}": n for n in range(50)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     checkpoint = tmp_path / "checkpoint"

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch as safetensors
+import torch
+import transformers
 
 from probe.errors import CheckpointError, EngineError, OutputExistsError, UsageError
 from probe.hooks import demo_corpus
@@ -24,10 +27,6 @@ from probe.hooks.demo_model import (
     corrupt_checkpoint,
     make_demo_model,
 )
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-safetensors = pytest.importorskip("safetensors.torch")
 
 TINY = replace(DEFAULT_RECIPE, steps=3, warmup=1, documents=300)
 DOWN = "model.layers.2.mlp.down_proj.weight"
@@ -77,7 +76,8 @@ def test_the_vocabulary_is_full_and_must_be_padded_by_engines_that_pad(tiny: Pat
 
 @pytest.mark.parametrize("text", [*DEMO_PROMPTS, "Ünïcode, 12 345 — ok?\n\tfin ", "don't   stop"])
 def test_the_loaded_tokenizer_splits_as_the_one_that_was_trained_and_loses_nothing(tiny: Path, text: str) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     trained = tokenizers.Tokenizer.from_file(str(tiny / "tokenizer.json"))
     loaded = transformers.AutoTokenizer.from_pretrained(tiny)
     assert loaded(text).input_ids == trained.encode(text).ids

@@ -6,16 +6,13 @@ import json
 import logging
 
 import pytest
+import torch
+import transformers
 from checkpoints import make_checkpoint
 
 from probe.checkpoint import Checkpoint
 from probe.errors import CheckpointError, EngineError, UsageError
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-transformers = pytest.importorskip("transformers")
-
-from probe.hooks.runners import megatron_batch, megatron_cpu, megatron_model, megatron_weights  # noqa: E402
+from probe.hooks.runners import megatron_batch, megatron_cpu, megatron_model, megatron_weights
 
 pytestmark = pytest.mark.slow
 
