@@ -134,7 +134,8 @@ class RowAligner:
     def __init__(self, join: SequenceJoin, count_a: int, count_b: int) -> None:
         self.join, self.pairs = join, len(join.pairs)
         self._sides = tuple(self._identity(side, count) for side, count in (("a", count_a), ("b", count_b)))
-        self._first_b = self.pairs + count_a
+        self._first = (self.pairs, self.pairs + count_a)
+        self.owners = self.pairs + count_a + count_b
         self._cache: dict[tuple[bytes, bytes], RowJoin] = {}
 
     def _identity(self, side: str, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -163,10 +164,14 @@ class RowAligner:
         safe = np.where(known, sequence, 0)
         if not len(number):
             return np.full(len(rows), -1, np.int64)
-        alone = safe + (self._first_b if side else self.pairs)
+        alone = safe + self._first[side]
         joined = (number[safe] >= 0) & (position < prefix[safe])
         owner = np.where(joined, number[safe], alone)
         return np.where(known & (position >= 0), (owner << _POSITION_BITS) | position, -1)
+
+    def alone(self, side: int, sequence: int) -> int:
+        """Return the owner of the rows of a sequence of one side that lie outside the joined part."""
+        return self._first[side] + sequence
 
     @staticmethod
     def split_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -239,16 +244,25 @@ def _skipped(aligner: RowAligner, owner: np.ndarray, position: np.ndarray, side:
 
 
 def _prompts_only(aligner: RowAligner, owner: np.ndarray, position: np.ndarray, a: Dump, b: Dump) -> np.ndarray:
-    """Tell which rows are response rows that exactly one side was told not to store."""
-    if bool(a.manifest.get("prompts_only")) == bool(b.manifest.get("prompts_only")):
+    """Tell which rows are response rows that exactly one side was told not to store.
+
+    A dump without a driver knows only the ids it stored, so that such rows lie beyond the common prefix: their owner is
+    then one of the other side's sequences, not a pair.
+    """
+    short = [bool(dump.manifest.get("prompts_only")) for dump in (a, b)]
+    if short[0] == short[1]:
         return np.zeros(len(owner), bool)
-    pairs = aligner.join.pairs
-    prompt = np.array([*(a.sequences[pair.a].prompt_len for pair in pairs), 1 << 31], np.int64)
-    return position >= prompt[np.where(owner < len(pairs), owner, len(pairs))]
+    whole = 1 if short[0] else 0
+    first_response = np.full(aligner.owners, 1 << 31, np.int64)
+    for number, pair in enumerate(aligner.join.pairs):
+        sequences = a.sequences[pair.a], b.sequences[pair.b]
+        first_response[number] = sequences[whole].prompt_len
+        if len(sequences[1 - whole].tokens) == pair.prefix:
+            first_response[aligner.alone(whole, sequences[whole].index)] = pair.prefix
+    return position >= first_response[owner]
 
 
 def _is_beyond_prefix(aligner: RowAligner, owner: np.ndarray, side: int) -> np.ndarray:
     """Tell which rows belong to a joined sequence but lie after its common prefix."""
-    first = aligner._first_b if side else aligner.pairs
-    paired = {pair.b if side else pair.a for pair in aligner.join.pairs}
-    return np.array([int(o) - first in paired and o >= aligner.pairs for o in owner], bool)
+    paired = [aligner.alone(side, pair.b if side else pair.a) for pair in aligner.join.pairs]
+    return np.isin(owner, np.array(paired, np.int64))

@@ -163,7 +163,7 @@ def overall(
     rows that were compared.
     """
     words = [word for word in modules if word not in ("missing", "incomparable")]
-    failed = any(gates.get(name) == "fail" for name in ("weights", "sampling", "config", "positions"))
+    failed = any(gates.get(name) == "fail" for name in ("tokens", "weights", "sampling", "config", "positions"))
     if "divergent" in words or failed:
         return "divergent"
     if (not words and tokens is None) or coverage < min_coverage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from probe.compare.names import table_for
 from probe.compare.names.base import (
@@ -97,6 +97,18 @@ def read_side(dump: Dump) -> Side:
     return Side(
         dump, table, ModelShape.of(dump.manifest), natives, resolve(table.tensors, usable, refused), dict(refused)
     )
+
+
+def share_vocabulary(a: Side, b: Side) -> None:
+    """Let both sides be cut to the smaller vocabulary where one knows its own only with padding (a Megatron model)."""
+    known = [side.shape.vocab for side in (a, b) if side.shape.vocab]
+    if known and any(vocab_is_padded(side.dump) for side in (a, b)):
+        a.shape, b.shape = (replace(side.shape, vocab=min(known)) for side in (a, b))
+
+
+def vocab_is_padded(dump: Dump) -> bool:
+    """Tell whether a dump states a vocabulary size that may include padding."""
+    return bool((dump.manifest.get("layout") or {}).get("vocab_padded"))
 
 
 def match_tensors(a: Side, b: Side) -> Matching:

@@ -13,12 +13,12 @@ from probe.compare.align import RowAligner, RowCoverage, SequenceJoin, SequenceP
 from probe.compare.gates import gates_of
 from probe.compare.judge import overall
 from probe.compare.locate import first_divergence
-from probe.compare.match import Entry, Matching, Side, match_tensors, read_side
+from probe.compare.match import Entry, Matching, Side, match_tensors, read_side, share_vocabulary
 from probe.compare.measure import Measured, Measurer, Observer
 from probe.compare.names.base import LOGITS, Source, key_of
 from probe.compare.settings_gates import config_gate, environment_entries, environment_gate
 from probe.compare.summary import Evidence, next_commands, not_compared, summary
-from probe.compare.tokens import compare_tokens, unexplained_difference
+from probe.compare.tokens import compare_tokens, drop_padding_from_logprobs, unexplained_difference
 from probe.errors import CompareError
 from probe.store.reader import Dump, open_dump
 
@@ -51,6 +51,9 @@ def compare_open(
 ) -> dict[str, Any]:
     """Compare two open dumps (see :func:`compare_dumps`)."""
     side_a, side_b = read_side(a), read_side(b)
+    share_vocabulary(side_a, side_b)
+    for side in (side_a, side_b):
+        drop_padding_from_logprobs(side)
     _require_same_model(side_a, side_b)
     join = join_sequences(a, b)
     _require_joined(a, b, join)

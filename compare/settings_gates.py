@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from probe.compare.gates import SHOWN, Gate
-from probe.compare.match import Side
+from probe.compare.match import Side, vocab_is_padded
 from probe.compare.names.base import key_of
 from probe.store.reader import Dump
 
@@ -59,7 +59,13 @@ NUMERIC = re.compile(
 def config_gate(a: Side, b: Side) -> Gate:
     """Compare the models' configs and the scalars of matched modules; what changes the function fails."""
     configs = [flat_config(side.dump.manifest) for side in (a, b)]
-    differing = [key for key in sorted(configs[0] | configs[1]) if not _equal(*(c.get(key) for c in configs))]
+    if vocab_is_padded(a.dump) or vocab_is_padded(b.dump):
+        configs = [{key: value for key, value in config.items() if key != "vocab_size"} for config in configs]
+    keys, alone = sorted(configs[0] | configs[1]), list[str]()
+    if any(_from_object(side.dump.manifest) for side in (a, b)):
+        alone = sorted((configs[0].keys() ^ configs[1].keys()) & SEMANTIC)
+        keys = sorted(configs[0].keys() & configs[1].keys())
+    differing = [key for key in keys if not _equal(*(config.get(key) for config in configs))]
     said = {key: f"{key} is {configs[0].get(key)} in a, {configs[1].get(key)} in b" for key in differing}
     semantic = [said[key] for key in differing if key in SEMANTIC] + module_scalars(a, b)
     others = [said[key] for key in differing if key not in SEMANTIC]
@@ -69,7 +75,16 @@ def config_gate(a: Side, b: Side) -> Gate:
         return Gate("config", "skipped", "a side's manifest holds no model config")
     if others:
         return Gate("config", "warn", _sentence(others))
-    return Gate("config", "pass", "model configs and module scalars agree")
+    unsaid = f"; stated by one side only: {', '.join(alone)}" if alone else ""
+    return Gate("config", "pass", f"model configs and module scalars agree{unsaid}")
+
+
+def _from_object(manifest: Mapping[str, Any]) -> bool:
+    """Tell whether a config was read off a live model, which states every default, or only what the engine keeps.
+
+    Against such a config, an entry that one side lacks says nothing; between two config.json files it does.
+    """
+    return (manifest.get("model") or {}).get("config_source") == "object"
 
 
 def _sentence(items: list[str]) -> str:
@@ -87,9 +102,21 @@ def flat_config(manifest: Mapping[str, Any]) -> dict[str, Any]:
                 flat.setdefault("rope_type" if name == "type" else name, item)
         elif not isinstance(value, Mapping) and key not in IGNORED and value is not None:
             flat[key] = value
-    if flat.get("rope_type") == "default":  # what an absent rope_scaling means
-        del flat["rope_type"]
-    return flat
+    return _without_defaults(flat)
+
+
+def _without_defaults(flat: dict[str, Any]) -> dict[str, Any]:
+    """Drop entries that say what their absence says: a config.json is short, a config object states every default."""
+    absent: list[tuple[str, Any]] = [("rope_type", "default")]
+    if flat.get("use_sliding_window") is False:
+        absent += [(key, flat.get(key)) for key in ("sliding_window", "max_window_layers", "use_sliding_window")]
+    layers = flat.get("layer_types")
+    if isinstance(layers, list) and set(layers) == {"full_attention"}:
+        absent += [("layer_types", layers)]
+    heads = flat.get("num_attention_heads")
+    if heads and flat.get("hidden_size"):
+        flat.setdefault("head_dim", flat["hidden_size"] // heads)
+    return {key: value for key, value in flat.items() if (key, value) not in absent}
 
 
 def module_scalars(a: Side, b: Side) -> list[str]:

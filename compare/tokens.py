@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from probe.compare.align import SequenceJoin
-from probe.metrics import TOKEN_METRICS, token_metrics
+from probe.compare.match import Side
+from probe.compare.names.base import LOGITS
+from probe.metrics import TOKEN_METRICS, logprobs_from_logits, token_metrics
 from probe.store.reader import Dump
 
 WORST_TOKENS = 20
@@ -123,6 +125,22 @@ def compare_tokens(a: Dump, b: Dump, join: SequenceJoin, *, text: bool = True) -
     report["worst"] = _worst(a, join, tokens, decode)
     report["sequences"], report["strip_truncated"] = _sequences(a, join, tokens, decode)
     return report
+
+
+def drop_padding_from_logprobs(side: Side) -> None:
+    """Recompute a side's log-probs within the vocabulary both sides share, where its dump summed over padding too."""
+    dump, source = side.dump, side.resolution.sources.get(LOGITS)
+    stated = int((dump.manifest.get("layout") or {}).get("vocab_size") or 0)
+    if source is None or stated <= side.shape.vocab:
+        return
+    spans = _spans(dump.tokens, len(dump.sequences))
+    for values, rows in dump.iter_blocks(*side.natives[source.native[0]]):
+        for number in np.unique(rows["sequence"]):
+            mine = dump.tokens[spans[number]]  # a view: what is assigned below lands in the table
+            here = np.nonzero((rows["sequence"] == number) & (rows["position"] < len(mine) - 1))[0]
+            scored = rows["position"][here] + 1
+            tokens = mine["token"][scored]
+            mine["logprob_recomputed"][scored] = logprobs_from_logits(values[here][:, : side.shape.vocab], tokens)
 
 
 def unexplained_difference(a: Dump, b: Dump, mean_difference: float | None, logits_agree: bool) -> float | None:

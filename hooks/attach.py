@@ -153,11 +153,11 @@ def _manifest(kind: Kind, stage: str, model: torch.nn.Module, runner: Any, setti
     architecture = (config.get("architectures") or [type(model).__name__])[0]
     version = package_versions().get(kind.package, torch.__version__ if kind.engine == "module" else "")
     parameter = next(model.parameters(), torch.zeros(()))
-    return make_manifest(
+    manifest = make_manifest(
         stage,
         kind.engine,
         version,
-        {"path": path, "architecture": architecture, "config": config},
+        {"path": path, "architecture": architecture, "config": config, "config_source": "object"},
         dtype=str(parameter.dtype).removeprefix("torch."),
         device=parameter.device.type,
         world_size=_world_size(),
@@ -167,6 +167,9 @@ def _manifest(kind: Kind, stage: str, model: torch.nn.Module, runner: Any, setti
         source_dump=None,
         backends={},
     )
+    if kind.engine == "megatron":  # a GPTModel knows its vocabulary only as padded to a multiple
+        manifest["layout"]["vocab_padded"] = True
+    return manifest
 
 
 def _world_size() -> int:

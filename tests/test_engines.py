@@ -11,10 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from probe.checkpoint import Checkpoint
 from probe.compare.run import compare_dumps, exit_status
+from probe.hooks.debugger import PrecisionDebugger
 from probe.hooks.demo_model import corrupt_checkpoint
 from probe.hooks.runners.job import DumpJob
+from probe.hooks.runners.megatron_model import build_model
 from probe.hooks.runners.run import run_dump
 from probe.store.reader import open_dump
 
@@ -176,6 +181,45 @@ def test_a_rollout_of_transformers_is_recomputed_by_megatron(demo_model: Path, t
     assert report["verdict"] == "consistent"
     assert {(layer["name"], layer["slot"]) for layer in report["layers"]} >= CANONICAL
     assert report["coverage"]["rows_not_executed"] == 2
+
+
+def load_live(engine: str, checkpoint: Path) -> Any:
+    """Return a model and its forward over one sequence, as a user's own script would have them."""
+    if engine == "transformers":
+        model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        return model, lambda ids: model(input_ids=ids)
+    model = build_model(Checkpoint(checkpoint), dtype="float32", device="cpu")  # knows its vocabulary only padded
+
+    def forward(ids: torch.Tensor) -> None:
+        length = ids.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        model(input_ids=ids, position_ids=torch.arange(length)[None], attention_mask=mask)
+
+    return model, forward
+
+
+@pytest.mark.parametrize("prompts_only", [False, True], ids=["whole", "prompts-only"])
+@pytest.mark.parametrize("engine", ["transformers", "megatron"])
+def test_a_debugger_in_the_users_script_compares_with_a_rollout(
+    rollouts: Path, demo_model: Path, tmp_path: Path, engine: str, prompts_only: bool
+) -> None:
+    model, forward = load_live(engine, demo_model)
+    debugger = PrecisionDebugger(dump_path=str(tmp_path / "dump"), enabled=True, prompts_only=prompts_only)
+    debugger.start(model)
+    with open_dump(rollouts / "fp32") as dump, torch.no_grad():
+        sequences = dump.sequences
+        for sequence in sequences:
+            debugger.announce(prompt_lens=[sequence.prompt_len])
+            forward(torch.tensor([sequence.tokens.tolist()]))
+    debugger.stop()
+    debugger.step()
+    report = compare_dumps(rollouts / "fp32", tmp_path / "dump")
+    assert report["verdict"] == "consistent"
+    assert [gate["name"] for gate in report["gates"] if gate["status"] == "fail"] == []
+    assert {(layer["name"], layer["slot"]) for layer in report["layers"]} >= CANONICAL
+    assert not [sentence for sentence in report["not_compared"] if "part" in sentence.split()]
+    if not prompts_only:
+        assert report["tokens"]["max_abs_logprob_diff"] <= 1e-5
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

@@ -280,6 +280,23 @@ def test_a_config_difference_that_changes_the_function_fails(make, key, value):
     assert gate.status == "fail" and key in gate.detail
 
 
+def test_a_config_read_off_a_live_model_may_state_every_default(make):
+    """GIVEN a config.json and a config object of one model, THEN what only the object states is no difference."""
+    spelled_out = {
+        "layer_types": ["full_attention"] * 3,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 28,
+        "hidden_act": "silu",
+    }
+    live = with_config(**spelled_out)
+    live["model"]["config_source"] = "object"
+    gate = config_gate(*make(b=actor("transformers", manifest=live)).sides)
+    assert gate.status == "pass" and "hidden_act" in gate.detail
+    live["model"]["config"]["rms_norm_eps"] = 1e-4
+    assert config_gate(*make(b=actor("transformers", manifest=live)).sides).status == "fail"
+
+
 def test_other_config_differences_warn_and_bookkeeping_is_ignored(make):
     gate = config_gate(*make(b=actor(manifest=with_config(max_position_embeddings=4096))).sides)
     assert gate.status == "warn"
