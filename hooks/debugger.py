@@ -137,6 +137,7 @@ class PrecisionDebugger:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        """Stop and complete the step; under an exception, which goes on, what ran before it is kept in the dump."""
         self.stop()
         self.step()
 

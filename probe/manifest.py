@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -57,8 +58,21 @@ def layout_facts(config: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def make_manifest(stage: str, engine: str, engine_version: str, model: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return a manifest; ``model`` holds ``path``, ``architecture`` and ``config``, ``more`` the run's own keys."""
+def make_manifest(
+    stage: str,
+    engine: str,
+    engine_version: str,
+    model: dict[str, Any],
+    *,
+    world_size: int = 1,
+    driver: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return a manifest; ``model`` holds ``path``, ``architecture`` and ``config``, ``more`` the run's own keys.
+
+    ``world_size`` counts the processes that run the model; ``driver`` says that a driver's file will follow the
+    workers', without which the dump is incomplete.
+    """
     return {
         "schema": SCHEMA_VERSION,
         "probe": __version__,
@@ -67,20 +81,32 @@ def make_manifest(stage: str, engine: str, engine_version: str, model: dict[str,
         "engine": {"name": engine, "version": engine_version},
         "model": model,
         "layout": layout_facts(model.get("config") or {}),
-        "topology": {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 1},
+        "topology": _topology(world_size),
         "environment": environment(),
+        "world_size": world_size,
+        "driver": driver,
         **more,
     }
 
 
+def _topology(world_size: int) -> dict[str, int | None]:
+    """Return the parallel sizes: all 1 in one process; how several share the model is not known here."""
+    axes = ("tp", "pp", "cp", "ep", "dp")
+    return dict.fromkeys(axes, 1) if world_size == 1 else {"world_size": world_size, **dict.fromkeys(axes)}
+
+
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write ``manifest.json`` atomically; the first writer of a dump wins, so that all writers share one."""
+    """Write ``manifest.json``, atomically where hard links exist; the first writer wins, so that all share one."""
     target = folder / MANIFEST_NAME
     temporary = folder / f".{MANIFEST_NAME}.{os.getpid()}"
-    temporary.write_text(json.dumps(manifest, indent=1, default=str))
+    text = json.dumps(manifest, indent=1, default=str)
+    temporary.write_text(text)
     try:
         os.link(temporary, target)
     except FileExistsError:
         pass
+    except OSError:  # a file system without hard links, such as exFAT or some network mounts
+        with contextlib.suppress(FileExistsError), open(target, "x") as file:
+            file.write(text)
     finally:
         temporary.unlink()

@@ -11,6 +11,8 @@ from typing import Any
 
 from probe.errors import UsageError
 
+STAGES = ("rollout", "actor", "reference")
+"""The stages that a dump can be of (probe.store.schema.STAGES): defined here, where reading them imports no numpy."""
 TASKS = ("tensor",)
 LEVELS = ("L0",)
 DATA_MODES = ("all", "forward", "input", "output")
@@ -24,7 +26,8 @@ class Settings:
     ``dump_path`` is the dump's folder. ``enabled`` is DUMP_ON; ``prompts_only`` is PROMPTS_ONLY: store prompt rows only
     (the model still sees the whole batch). ``step`` and ``rank`` list what to record, empty for all. ``list`` keeps the
     modules whose path contains one of its entries. ``data_mode`` picks inputs, outputs or both. ``stage`` names the
-    stage (rollout, actor, reference); empty takes the engine's usual one.
+    stage, one of :data:`STAGES`, and thereby a folder of the dump; empty takes the engine's usual one. Raises
+    UsageError for a task, level, stage or data_mode that is none of those listed.
     """
 
     dump_path: str = "probe-dump"
@@ -40,9 +43,10 @@ class Settings:
     block_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:
-        for name, allowed in (("task", TASKS), ("level", LEVELS)):
+        for name, allowed in (("task", TASKS), ("level", LEVELS), ("stage", ("", *STAGES))):
             if getattr(self, name) not in allowed:
-                raise UsageError(f"{name} {getattr(self, name)!r} is not supported", f"use {', '.join(allowed)}")
+                words = ", ".join(filter(None, allowed))
+                raise UsageError(f"{name} {getattr(self, name)!r} is not supported", f"use {words}")
         unknown = set(self.data_mode) - set(DATA_MODES)
         if unknown:
             raise UsageError(f"data_mode {sorted(unknown)[0]!r} is not supported", f"use {', '.join(DATA_MODES)}")

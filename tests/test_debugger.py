@@ -56,7 +56,7 @@ import sys
 from probe import PrecisionDebugger
 class Model:
     pass
-debugger = PrecisionDebugger(dump_path="out", level="L0", step=[0])
+debugger = PrecisionDebugger(dump_path="out", stage="actor", level="L0", step=[0])
 for step in range(3):
     debugger.start(Model())
     debugger.stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import re
 from pathlib import Path
 
@@ -10,11 +12,14 @@ import pytest
 from dump_tools import open_writer, rank_file, segment
 
 from probe.hooks.weights import column_vector
+from probe.manifest import make_manifest
+from probe.settings import ENVIRONMENT, Settings
 from probe.store import schema
 from probe.store.dtypes import DTYPES, widen
 from probe.store.reader import open_dump
 
-PAGE = (Path(__file__).parents[1] / "docs" / "format.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
 
 
 def example() -> str:
@@ -83,6 +88,31 @@ def test_the_page_names_the_columns_of_small_tables(heading, table):
     assert [name for name in re.findall(r"`([a-z_]+)`", section) if name in table.names][: len(table.names)] == list(
         table.names
     )
+
+
+def keys_written() -> set[str]:
+    """Return the manifest keys that make_manifest sets, that its callers add, and that engines fill in."""
+    keys = set(make_manifest("", "", "", {}))
+    for path in (ROOT / "hooks").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "make_manifest":
+                keys |= {keyword.arg for keyword in node.keywords if keyword.arg}
+            elif isinstance(node, ast.Assign):
+                targets = " ".join(map(ast.unparse, node.targets))
+                keys |= set(re.findall(r"^manifest\['(\w+)'\]$", targets))
+    return keys
+
+
+def test_the_page_lists_every_manifest_key():
+    section = PAGE.split("## Manifest", 1)[1].split("\n## ", 1)[0]
+    listed = {key for line in section.splitlines() for key in re.findall(r"`(\w+)`", line.split(" | ")[0])}
+    assert {"logprobs_mode", "backends", "driver", "schema"} <= keys_written() <= listed
+
+
+def test_the_capture_page_lists_every_setting():
+    page = (ROOT / "docs" / "capture.md").read_text(encoding="utf-8")
+    listed = {name for cell in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall(r"\w+", cell)}
+    assert {field.name for field in dataclasses.fields(Settings)} | set(ENVIRONMENT.values()) <= listed
 
 
 def test_the_formula_of_r_is_the_one_on_the_page():

@@ -11,6 +11,7 @@ import yaml
 from probe.errors import UsageError
 from probe.hooks.debugger import PrecisionDebugger
 from probe.settings import load_settings
+from probe.store.schema import STAGES
 
 
 def write_config(path, values):
@@ -79,11 +80,21 @@ def test_an_msprobe_config_works_as_it_is(tmp_path):
         ({"block_bytes": "big"}, "block_bytes holds 'big'"),
         ({"enabled": "maybe"}, "DUMP_ON is 'maybe'"),
         ({"wrong": 1}, "unknown setting 'wrong'"),
+        ({"stage": "../../evil"}, "stage '../../evil' is not supported: use rollout, actor, reference"),
+        ({"stage": "critic"}, "stage 'critic' is not supported"),
+        ({"stage": "Actor"}, "stage 'Actor' is not supported"),
     ],
 )
 def test_settings_that_cannot_work(keywords, problem):
     with pytest.raises(UsageError, match=problem):
         PrecisionDebugger(**keywords)
+
+
+def test_stages_of_the_environment_are_checked_too():
+    for stage in ("", *STAGES):
+        assert load_settings(None, {"stage": stage}, {}).stage == stage
+    with pytest.raises(UsageError, match="stage '/tmp' is not supported"):
+        load_settings(None, {}, {"PROBE_STAGE": "/tmp"})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import json
+import os
 import random
 import signal
 import subprocess
@@ -15,6 +18,7 @@ import pytest
 from dump_tools import MANIFEST, open_writer, rank_file, segment
 
 from probe.errors import EmptyDumpError
+from probe.manifest import make_manifest, write_manifest
 from probe.store.journal import journal_of
 from probe.store.reader import open_dump
 from probe.store.schema import TOKEN, ModuleInfo, Sequence, WeightSketch
@@ -79,7 +83,7 @@ def test_the_name_is_partial_until_closed(tmp_path):
 def test_a_file_still_being_written_is_readable_as_far_as_flushed(tmp_path):
     writer = open_writer(tmp_path)
     writer.append("m", "output.0", np.ones((2, 3), np.float32), "float32", segment(2))
-    with pytest.raises(EmptyDumpError):
+    with pytest.raises(EmptyDumpError, match="its run ended before anything was flushed: run the dump again"):
         open_dump(tmp_path / "rollout")
     writer.add_weight(WeightSketch("w", (2, 2), "float32", np.arange(6.0).reshape(2, 3)))
     writer.add_module(ModuleInfo("m", "Linear", 0, {"eps": 1e-6}))
@@ -92,6 +96,46 @@ def test_a_file_still_being_written_is_readable_as_far_as_flushed(tmp_path):
         assert dump.modules["m"].info == {"eps": 1e-6}
         assert dump.sequences[0].tokens.tolist() == [0, 1]  # rebuilt from the rows
     writer.close()
+
+
+def test_a_complete_dump_of_nothing_says_that_nothing_was_captured(tmp_path):
+    open_writer(tmp_path).close()
+    with pytest.raises(EmptyDumpError, match="nothing was captured"):
+        open_dump(tmp_path / "rollout")
+
+
+def test_a_dump_that_lacks_its_driver_file_is_incomplete(tmp_path):
+    for rank, more in enumerate(({}, {"driver": True})):  # any file that says so counts
+        writer = DumpWriter(rank_file(tmp_path, rank), {**MANIFEST, **more})
+        writer.add_sequence(Sequence(0, "s0", prompt_len=2, length=2))
+        writer.append("m", "output.0", np.ones((2, 3), np.float32), "float32", segment(2))
+        writer.close()
+        assert open_dump(tmp_path / "rollout").complete is not bool(more)
+    driver = DumpWriter(rank_file(tmp_path).with_name("driver.h5"), {**MANIFEST, "driver": True})
+    driver.close()
+    assert open_dump(tmp_path / "rollout").complete
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "none"])
+def test_the_first_writer_of_a_manifest_wins(tmp_path, monkeypatch, links):
+    def refused(source, target):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if not links:  # as on exFAT and some network file systems
+        monkeypatch.setattr(os, "link", refused)
+    for created in ("first", "second"):
+        write_manifest(tmp_path, {"created": created})
+    assert json.loads((tmp_path / "manifest.json").read_text()) == {"created": "first"}
+    assert [file.name for file in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_the_manifest_states_no_topology_that_it_does_not_know():
+    for alone in (make_manifest("actor", "module", "1", {}), make_manifest("actor", "module", "1", {}, world_size=1)):
+        assert alone["topology"] == {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 1}
+    several = make_manifest("actor", "module", "1", {}, world_size=8)
+    assert several["topology"] == {"world_size": 8, "tp": None, "pp": None, "cp": None, "ep": None, "dp": None}
+    assert (several["world_size"], several["driver"]) == (8, False)
+    assert make_manifest("actor", "module", "1", {}, driver=True)["driver"] is True
 
 
 CHILD = """

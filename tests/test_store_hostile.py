@@ -293,13 +293,34 @@ def test_forged_entries(dump_file, table, columns, problem):
         ("{}", "has dump format None"),
         (json.dumps({**MANIFEST, "engine": "vllm"}), "holds 'engine' as something else than an object"),
         (json.dumps({**MANIFEST, "layout": [1]}), "holds 'layout' as something else than an object"),
+        (json.dumps({**MANIFEST, "engine": ""}), "holds 'engine' as something else than an object"),
+        (json.dumps({**MANIFEST, "engine": None}), "holds 'engine' as something else than an object"),
+        (json.dumps({**MANIFEST, "model": []}), "holds 'model' as something else than an object"),
+        (json.dumps({**MANIFEST, "layout": 0}), "holds 'layout' as something else than an object"),
+        (json.dumps({**MANIFEST, "sampling": ""}), "holds 'sampling' as something else than an object"),
+        (json.dumps({**MANIFEST, "model": {"config": "x"}}), "holds 'model.config' as something else than an object"),
     ],
-    ids=range(9),
+    ids=range(15),
 )
 def test_forged_manifest(dump_file, text, problem):
     with h5py.File(dump_file, "r+") as file:
         replace_dataset(file, "manifest", data=text)
     assert problem in refusal(dump_file.parents[1])
+
+
+def test_sections_that_a_dump_may_leave_open_are_fine(dump_file):
+    with h5py.File(dump_file, "r+") as file:
+        open_ones = {"sampling": None, "backends": None, "batching": {}, "model": {"config": None}}
+        replace_dataset(file, "manifest", data=json.dumps({**MANIFEST, **open_ones}))
+    read_everything(dump_file.parents[1])
+
+
+def test_the_manifest_of_every_file_is_checked(dump_file):
+    other = open_writer(dump_file.parents[2], 1)
+    other.append("layers.1.mlp", "output.0", np.zeros((4, 8), np.float32), "float32", segment(4))
+    with h5py.File(other.close(), "r+") as file:
+        replace_dataset(file, "manifest", data=json.dumps({**MANIFEST, "layout": "x"}))
+    assert "rank1.h5:/manifest holds 'layout'" in refusal(dump_file.parents[1])
 
 
 def test_rows_and_tokens_in_any_order_are_fine(dump_file):

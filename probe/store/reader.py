@@ -48,14 +48,15 @@ def open_files(root: Path, files: list[Path]) -> Dump:
         for file in files:
             parts.append(open_part(file))
             stack.callback(parts[-1].close)
-        manifest = _manifest(parts)
+        manifests = [part.manifest() for part in parts]
+        manifest = manifests[_leading(files)]
         version = manifest.get("schema")
         if version != schema.SCHEMA_VERSION:
             raise DumpError(f"{root} has dump format {version!r}", f"this version reads {schema.SCHEMA_VERSION}")
         with reading(root):
-            dump = Dump(root, manifest, parts, complete=not any(f.name.endswith(PARTIAL_SUFFIX) for f in files))
+            dump = Dump(root, manifest, parts, complete=_complete(files, manifests))
         if not dump.tensors and not len(dump.tokens):
-            raise EmptyDumpError(f"{root} holds no tensor and no token", "nothing was captured: run the dump again")
+            raise _empty(root, files)
         stack.pop_all()  # from here on the dump closes its files
     return dump
 
@@ -80,9 +81,23 @@ def _locate(root: Path, step: int | None) -> list[Path]:
     raise EmptyDumpError(f"{root} holds no dump file (STAGE/stepN/*.h5)", "name the folder that 'probe dump -o' wrote")
 
 
-def _manifest(parts: list[Part]) -> dict[str, Any]:
-    """Return the manifest of the driver's file, which is written last and knows most, else that of the first file."""
-    return next((p for p in parts if p.path.name.startswith(DRIVER)), parts[0]).manifest()
+def _leading(files: list[Path]) -> int:
+    """Return the number of the file whose manifest counts: the driver's, which knows most, else the first."""
+    return next((number for number, file in enumerate(files) if file.name.startswith(DRIVER)), 0)
+
+
+def _complete(files: list[Path], manifests: list[dict[str, Any]]) -> bool:
+    """Tell whether every writer closed its file and the driver's is there if any manifest expects one."""
+    lacking = any(m.get("driver") for m in manifests) and not any(f.name.startswith(DRIVER) for f in files)
+    return not lacking and not any(f.name.endswith(PARTIAL_SUFFIX) for f in files)
+
+
+def _empty(root: Path, files: list[Path]) -> EmptyDumpError:
+    if all(file.name.endswith(PARTIAL_SUFFIX) for file in files):
+        return EmptyDumpError(
+            f"{root} holds no tensor and no token, its run ended before anything was flushed", "run the dump again"
+        )
+    return EmptyDumpError(f"{root} holds no tensor and no token", "nothing was captured: run the dump again")
 
 
 class Dump:
@@ -105,7 +120,7 @@ class Dump:
 
     @property
     def stage(self) -> str:
-        """Return the stage: rollout, actor, reference or critic."""
+        """Return the stage: rollout, actor or reference (:data:`probe.store.schema.STAGES`)."""
         return str(self.manifest.get("stage", ""))
 
     @property

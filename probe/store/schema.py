@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from probe.settings import STAGES as STAGES
 from probe.store.dtypes import TEXT
 
 SCHEMA_VERSION = 1

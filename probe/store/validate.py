@@ -152,12 +152,18 @@ def check_dtype(name: str, where: str) -> str:
     return name
 
 
-_OBJECTS = ("engine", "model", "layout", "topology", "environment", "sampling", "backends", "batching")
+_OBJECTS = ("engine", "model", "layout")
+_OBJECTS_OR_NULL = ("topology", "environment", "sampling", "backends", "batching")
 
 
 def check_manifest(manifest: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a manifest whose sections, where present, are objects."""
-    for key in _OBJECTS:
-        if not isinstance(manifest.get(key) or {}, dict):
+    """Return a manifest whose sections, where present, are objects; what a run may not know can be null."""
+    sections = {key: manifest.get(key, {}) for key in _OBJECTS}
+    sections |= {key: {} if manifest.get(key) is None else manifest[key] for key in _OBJECTS_OR_NULL}
+    model = sections["model"]
+    if isinstance(model, dict) and model.get("config") is not None:
+        sections["model.config"] = model["config"]
+    for key, section in sections.items():
+        if not isinstance(section, dict):
             raise DumpError(f"{where} holds {key!r} as something else than an object", DAMAGED)
     return manifest
