@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,8 +49,6 @@ def stderr() -> Console:
 
 
 def _console(*, stderr: bool) -> Console:
-    import os
-
     from rich.console import Console
 
     class PipeConsole(Console):
@@ -116,6 +116,12 @@ class GroupedOption(click.Option):
         self.group = group
         super().__init__(*args, **kwargs)
 
+    def resolve_envvar_value(self, context: click.Context) -> str | None:
+        """Return the value of ``PROBE_<COMMAND>_<LONG OPTION>``, or of the option's own variable, or None."""
+        name = max(self.opts, key=len).lstrip("-").replace("-", "_").upper()  # click would use the parameter's name
+        value = os.environ.get(f"{context.auto_envvar_prefix}_{name}") if context.auto_envvar_prefix else None
+        return value or (super().resolve_envvar_value(context) if self.envvar else None)
+
 
 def option(group: str) -> Callable[..., Callable[[Decorated], Decorated]]:
     """Return ``click.option`` for options under the heading ``group``."""
@@ -124,6 +130,17 @@ def option(group: str) -> Callable[..., Callable[[Decorated], Decorated]]:
         return click.option(*declarations, cls=GroupedOption, group=group, **attributes)
 
     return decorate
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range; NaN, which is in every range as it compares with nothing, and infinity are refused."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        """Return the number."""
+        number = super().convert(value, parameter, context)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", parameter, context)
+        return number
 
 
 def verbosity_options() -> list[click.Option]:

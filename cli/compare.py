@@ -44,7 +44,7 @@ judge_group = common.option("Judgement")
 @judge_group(
     "--min-coverage",
     metavar="X",
-    type=click.FloatRange(0, 1),
+    type=common.FiniteRange(0, 1),
     default=0.9,
     show_default=True,
     help="Share of tensors and of rows below which the verdict is 'incomparable'.",
@@ -79,6 +79,8 @@ def compare(
         sys.stdout.write(_json(report, text=not no_text))
     elif "terminal" in wanted:
         print_report(report, text=not no_text)
+    else:
+        common.say(f"verdict: {report['verdict']}", "bold")
     for path in written.values():
         common.note(f"wrote {path}")
     context.exit(exit_status(report))

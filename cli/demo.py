@@ -21,7 +21,7 @@ from probe._version import __version__
 from probe.cli import common
 from probe.cli.progress import observing
 from probe.errors import EngineError, OutputExistsError
-from probe.hooks.runners.job import DumpJob, check_job
+from probe.hooks.runners.job import MAX_SEED, DumpJob, check_job
 
 MARKER = "probe_demo.json"
 MADE = ("prompts.txt", "rollout", "actor", "model-broken", "actor-broken", "report", "report-broken")
@@ -48,7 +48,7 @@ STEPS = 5
 @click.option(
     "--seed",
     metavar="N",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_SEED),
     default=0,
     show_default=True,
     cls=common.GroupedOption,

@@ -15,10 +15,10 @@ from click.core import ParameterSource
 from probe.cli import common
 from probe.cli.progress import observing
 from probe.errors import UsageError
-from probe.hooks.runners.job import DEFAULT_ENGINE, ENGINES, STAGES, DumpJob, Sampling, check_job
+from probe.hooks.runners.job import DEFAULT_ENGINE, DTYPES, ENGINES, MAX_SEED, DumpJob, Sampling, check_job
+from probe.settings import STAGES
 from probe.store.reader import Dump, open_dump
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("auto", "cpu", "cuda", "npu")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LAYOUTS = ("padded", "packed")
@@ -100,21 +100,23 @@ class EngineArgument(click.ParamType):
     "--max-tokens", metavar="N", type=click.IntRange(min=1), default=32, show_default=True, help="Longest response."
 )
 @sampling_group(
-    "--temperature", metavar="X", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0 is greedy."
+    "--temperature", metavar="X", type=common.FiniteRange(min=0), default=1.0, show_default=True, help="0 is greedy."
 )
 @sampling_group(
     "--top-p",
     metavar="X",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=common.FiniteRange(0, 1, min_open=True),
     default=1.0,
     show_default=True,
     help="Nucleus sampling; 1 is off.",
 )
 @sampling_group("--ignore-eos", is_flag=True, help="Generate --max-tokens even past an end-of-text token.")
 @sampling_group(
-    "--seed", metavar="N", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampling."
+    "--seed", metavar="N", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Seed of the sampling."
 )
-@engine_group("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="auto: the checkpoint's.")
+@engine_group(
+    "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", show_default=True, help="auto: the checkpoint's."
+)
 @engine_group("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="auto: the best here.")
 @engine_group(
     "--logprobs-mode",
@@ -224,6 +226,8 @@ def _tame_engines(job: DumpJob) -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if common.State.verbosity >= common.VERBOSE:
         return
+    if common.State.verbosity <= common.QUIET:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it when it is imported
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_LOGS", "-all")

@@ -295,16 +295,7 @@ def _read_header(shard: Path) -> tuple[dict[str, Any], int]:
         data = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if shard.stat().st_size != 8 + size + data:
             raise ValueError(f"{data} bytes of data announced, {shard.stat().st_size - 8 - size} there")
-    except (
-        OSError,
-        struct.error,
-        ValueError,
-        OverflowError,
-        MemoryError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{shard} is not a readable safetensors file ({error})", "fetch it again") from error
     return header, 8 + size
 

@@ -9,12 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from synthetic_dumps import Scenario, actor, write_dump
 
 from probe import __version__
 from probe.cli.help_page import help_page
-from probe.cli.main import COMMANDS
+from probe.cli.main import COMMANDS, cli
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "h5py", "bokeh", "vllm", "megatron", "transformers", "numpy", "rich", "jinja2")
@@ -145,7 +146,7 @@ def test_report_forms_go_to_the_folder(dumps: dict[str, Path], tmp_path: Path) -
     done = probe("compare", dumps["rollout"], dumps["actor"], "--report", "html,csv,markdown,json", "-o", folder)
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in folder.iterdir()) == ["report.csv", "report.html", "report.json", "report.md"]
-    assert done.stdout == ""
+    assert done.stdout == "verdict: consistent\n"
     assert done.stderr.count("probe: wrote ") == 4
 
 
@@ -166,8 +167,39 @@ def test_reports_are_replaced_only_with_force(dumps: dict[str, Path], tmp_path: 
 
 
 def test_an_option_can_come_from_the_environment(dumps: dict[str, Path]) -> None:
-    done = probe("compare", dumps["rollout"], dumps["actor"], PROBE_COMPARE_AS_JSON="1")
+    done = probe("compare", dumps["rollout"], dumps["actor"], PROBE_COMPARE_JSON="1")
     assert json.loads(done.stdout)["verdict"] == "consistent"
+
+
+OPTIONS = [
+    (name, option)
+    for name in COMMANDS
+    for option in cli.get_command(click.Context(cli), name).params
+    if isinstance(option, click.Option)
+]
+
+
+@pytest.mark.parametrize(("command", "option"), OPTIONS, ids=[f"{name} {option.opts[-1]}" for name, option in OPTIONS])
+def test_every_option_has_a_variable_named_after_it(
+    command: str, option: click.Option, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = next(word for word in option.opts if word.startswith("--"))
+    variable = f"PROBE_{command}_{long[2:]}".replace("-", "_").upper()
+    outer = click.Context(cli, info_name="probe", **cli.context_settings)
+    context = click.Context(cli.get_command(outer, command), parent=outer, info_name=command)
+    monkeypatch.delenv(variable, raising=False)
+    assert option.value_from_envvar(context) is None
+    monkeypatch.setenv(variable, "1")
+    assert option.value_from_envvar(context) in ("1", ["1"])
+
+
+def test_prompts_only_has_a_short_variable_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    (option,) = [option for name, option in OPTIONS if option.name == "prompts_only"]
+    context = click.Context(cli.get_command(click.Context(cli), "dump"), auto_envvar_prefix="PROBE_DUMP")
+    monkeypatch.setenv("PROMPTS_ONLY", "1")
+    assert option.resolve_envvar_value(context) == "1"
+    monkeypatch.setenv("PROBE_DUMP_PROMPTS_ONLY", "0")
+    assert option.resolve_envvar_value(context) == "0"
 
 
 def test_quiet_leaves_standard_error_empty(dumps: dict[str, Path], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from probe.errors import (
     UsageError,
 )
 from probe.hooks.runners.inprocess import token_logprobs
-from probe.hooks.runners.job import DumpJob, Sampling
+from probe.hooks.runners.job import DumpJob, Sampling, TokenSequence, batching, check_positions, positions_needed
 from probe.hooks.runners.run import run_dump
 from probe.store.reader import open_dump
 
@@ -134,19 +135,83 @@ def test_the_reference_in_another_dtype(tmp_path, checkpoint, actor):
 
 
 def test_seeds_reproduce_a_rollout(tmp_path, checkpoint, prompts, rollout):
-    def tokens(folder):
-        with open_dump(folder) as dump:
-            return [s.tokens.tolist() for s in dump.sequences]
-
     job = rollout_job(checkpoint, prompts, tmp_path / "again")
-    assert tokens(run_dump(job)) == tokens(rollout)
+    assert tokens_of(run_dump(job)) == tokens_of(rollout)
     other = replace(job, output=tmp_path / "other", sampling=replace(job.sampling, seed=4))
-    assert tokens(run_dump(other)) != tokens(rollout)
+    assert tokens_of(run_dump(other)) != tokens_of(rollout)
     greedy = [
         run_dump(replace(job, output=tmp_path / f"g{s}", sampling=replace(job.sampling, temperature=0.0, seed=s)))
         for s in (1, 2)
     ]
-    assert tokens(greedy[0]) == tokens(greedy[1])
+    assert tokens_of(greedy[0]) == tokens_of(greedy[1])
+
+
+def with_generation_config(checkpoint, folder, **entries):
+    shutil.copytree(checkpoint, folder)
+    (folder / "generation_config.json").write_text(json.dumps(entries))
+    return folder
+
+
+def tokens_of(folder):
+    with open_dump(folder) as dump:
+        return [s.tokens.tolist() for s in dump.sequences]
+
+
+def test_ignore_eos_generates_max_tokens(tmp_path, checkpoint, prompts):
+    model = with_generation_config(checkpoint, tmp_path / "model", eos_token_id=list(range(197)))  # every token ends
+    for ignore, length in ((False, 1), (True, 4)):
+        sampling = Sampling(max_tokens=4, ignore_eos=ignore)
+        done = run_dump(rollout_job(model, prompts, tmp_path / str(ignore), sampling=sampling))
+        assert [len(t) for t in tokens_of(done)] == [len(p) + length for p in PROMPTS]
+
+
+def test_the_checkpoints_generation_config_changes_no_sampling(tmp_path, checkpoint, prompts, rollout):
+    changes = {"repetition_penalty": 9.0, "top_k": 2, "no_repeat_ngram_size": 1, "min_p": 0.5, "temperature": 5.0}
+    model = with_generation_config(checkpoint, tmp_path / "model", do_sample=True, **changes)
+    assert tokens_of(run_dump(rollout_job(model, prompts, tmp_path / "out"))) == tokens_of(rollout)
+
+
+def test_batching_is_recorded_where_there_are_batches(rollout, actor):
+    assert "batching" not in open_dump(rollout).manifest
+    assert open_dump(actor).manifest["batching"] == {"micro_batch_size": 4}
+    expected = {"vllm": {}, "megatron": {"batching": {"micro_batch_size": 4, "layout": "padded"}}}
+    for engine, entry in expected.items():
+        assert batching(DumpJob("actor", engine, Path("m"), Path("o"), source=Path("s"))) == entry
+
+
+def test_positions_that_the_model_lacks(tmp_path, checkpoint, prompts, rollout):
+    job = rollout_job(checkpoint, prompts, tmp_path / "out", sampling=Sampling(max_tokens=123))
+    with pytest.raises(EngineError, match=r"needs 129 positions, but .* has 128: .*--max-tokens"):
+        run_dump(job)  # transformers would run on, past what the model was made for
+    check_positions(job, [TokenSequence("s", [1] * 5, 5)], {"max_position_embeddings": 128})
+    known = [TokenSequence("short", [1], 1), TokenSequence("s", [1] * 128, 5)]
+    unfinished = [TokenSequence("s", [1] * 128, 128)]
+    for engine, force_decode, sequences, needed in (
+        ("transformers", False, known, 128),
+        ("megatron", False, known, 128),
+        ("vllm", True, known, 128),
+        ("vllm", False, known, 129),
+        ("vllm", True, unfinished, 129),
+    ):
+        taken = replace(job, engine=engine, force_decode=force_decode, prompts=None, source=rollout)
+        assert positions_needed(taken, sequences) == needed
+    with pytest.raises(EngineError, match="use a model with more positions"):
+        run_dump(
+            DumpJob(
+                "actor",
+                "transformers",
+                make_checkpoint(tmp_path / "m", max_position_embeddings=8),
+                tmp_path / "o",
+                source=rollout,
+            )
+        )
+
+
+def test_an_argument_that_transformers_does_not_take(tmp_path, checkpoint, prompts):
+    job = rollout_job(checkpoint, prompts, tmp_path / "out", engine_args={"foo": "bar"})
+    with pytest.raises(EngineError, match=r"could not load .*foo.*: check --engine-arg"):
+        run_dump(job)
+    assert not (tmp_path / "out").exists()
 
 
 def test_prompts_only(tmp_path, checkpoint, rollout, actor):
@@ -254,9 +319,12 @@ def test_an_empty_folder_and_a_relative_one_will_do(tmp_path, checkpoint, prompt
         ({"sampling": Sampling(n=0)}, UsageError, "n 0 cannot work"),
         ({"sampling": Sampling(top_p=0.0)}, UsageError, "top_p 0.0 cannot work"),
         ({"sampling": Sampling(temperature=-1)}, UsageError, "temperature -1 cannot work"),
+        ({"sampling": Sampling(temperature=float("inf"))}, UsageError, "temperature inf cannot work"),
+        ({"sampling": Sampling(temperature=float("nan"))}, UsageError, "temperature nan cannot work"),
+        ({"sampling": Sampling(seed=2**32 - 1)}, UsageError, "seed 4294967295 cannot work"),
         ({"micro_batch_size": 0}, UsageError, "micro_batch_size 0 cannot work"),
     ],
-    ids=range(15),
+    ids=range(18),
 )
 def test_jobs_that_cannot_work_write_nothing(tmp_path, checkpoint, prompts, change, error, problem):
     with pytest.raises(error) as caught:

@@ -14,11 +14,9 @@ from probe.hooks.capture import Capture
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.transformers import BatchAdapter
 from probe.hooks.rows import Announced
-from probe.hooks.runners.job import DumpJob, TokenSequence, step_folder
+from probe.hooks.runners.job import DTYPES, DumpJob, TokenSequence, step_folder
 from probe.hooks.weights import sketches
 from probe.store.writer import DumpWriter
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +13,12 @@ from typing import Any
 import numpy as np
 
 from probe.errors import EngineError, UsageError
+from probe.settings import STAGES
 
-STAGES = ("rollout", "actor", "reference")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""What a forward can run in."""
+MAX_SEED = 2**32 - 1 - 2**20
+"""NumPy takes seeds below 2**32, and sequence number i is sampled with seed + i."""
 Observer = Callable[[str, int, int], None]
 """Called with (what is going on, done, total) while a dump runs; only the command line draws it."""
 
@@ -118,7 +124,7 @@ def check_job(job: DumpJob) -> Engine:
     if job.stage != "rollout" and job.source is None:
         raise UsageError(f"stage {job.stage} recomputes the tokens of another dump", "give --from ROLLOUT_DUMP")
     _check_numbers(job)
-    if job.source is not None and job.source.resolve() == job.output.resolve():
+    if job.source is not None and os.path.realpath(job.source) == os.path.realpath(job.output):
         raise UsageError(f"{job.output} is both the source and the output", "choose another -o")
     if job.force_decode and (job.source is None or job.engine != "vllm"):
         raise UsageError("--force-decode feeds another dump's tokens through vLLM's decode", "give --from and vllm")
@@ -136,12 +142,16 @@ def _check_numbers(job: DumpJob) -> None:
     for name, value, fits in (
         ("n", wanted.n, wanted.n >= 1),
         ("max_tokens", wanted.max_tokens, wanted.max_tokens >= 1),
-        ("temperature", wanted.temperature, wanted.temperature >= 0),
+        ("temperature", wanted.temperature, 0 <= wanted.temperature < math.inf),
         ("top_p", wanted.top_p, 0 < wanted.top_p <= 1),
+        ("seed", wanted.seed, 0 <= wanted.seed <= MAX_SEED),
         ("micro_batch_size", job.micro_batch_size, job.micro_batch_size >= 1),
     ):
         if not fits:
-            raise UsageError(f"{name} {value!r} cannot work", "n, max_tokens, micro_batch_size >= 1; 0 < top_p <= 1")
+            raise UsageError(
+                f"{name} {value!r} cannot work",
+                f"n, max_tokens, micro_batch_size >= 1; 0 < top_p <= 1; 0 <= seed <= {MAX_SEED}",
+            )
 
 
 def resolve_dtype(requested: str, config: dict[str, Any]) -> str:
@@ -149,6 +159,36 @@ def resolve_dtype(requested: str, config: dict[str, Any]) -> str:
     if requested != "auto":
         return requested
     return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+
+
+def batching(job: DumpJob) -> dict[str, Any]:
+    """Return the manifest's ``batching`` entry, or nothing for a run whose batches the options do not decide."""
+    if job.engine == "megatron":
+        return {"batching": {"micro_batch_size": job.micro_batch_size, "layout": job.layout}}
+    if job.engine == "transformers" and job.source is not None:
+        return {"batching": {"micro_batch_size": job.micro_batch_size}}
+    return {}
+
+
+def positions_needed(job: DumpJob, sequences: list[TokenSequence]) -> int:
+    """Return the positions that the longest sequence takes, with those that the engine generates."""
+    return max(len(s.tokens) + _generated(job, s) for s in sequences)
+
+
+def _generated(job: DumpJob, sequence: TokenSequence) -> int:
+    if job.source is None:
+        return job.sampling.max_tokens
+    forced = job.force_decode and len(sequence.tokens) > sequence.prompt_len
+    return 1 if job.engine == "vllm" and not forced else 0  # vLLM samples a token even where only a prefill is wanted
+
+
+def check_positions(job: DumpJob, sequences: list[TokenSequence], config: dict[str, Any]) -> None:
+    """Raise EngineError where a sequence is longer than the model's ``max_position_embeddings``."""
+    needed = positions_needed(job, sequences)
+    limit = int(config.get("max_position_embeddings") or needed)
+    if needed > limit:
+        fix = "shorten the prompts or lower --max-tokens" if job.source is None else "use a model with more positions"
+        raise EngineError(f"the longest sequence needs {needed} positions, but {job.model} has {limit}", fix)
 
 
 def step_folder(job: DumpJob) -> Path:

@@ -12,6 +12,7 @@ from probe.errors import PromptsError
 
 TEXT_KEYS = ("text", "prompt")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+UNLIMITED = 10**30
 TOKEN_KEYS = ("token_ids", "prompt_token_ids", "tokens")
 
 
@@ -134,7 +135,8 @@ def load_tokenizer(model: Path) -> Any:
     if not any(file for pattern in TOKENIZER_FILES for file in Path(model).glob(pattern)):
         raise PromptsError(f"{model} has no tokenizer", "give prompts as token_ids")  # transformers makes an empty one
     try:
-        return AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+        # the length is checked where the response is known too; the tokenizer would only warn about the prompt
+        return AutoTokenizer.from_pretrained(str(model), local_files_only=True, model_max_length=UNLIMITED)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
         raise PromptsError(f"{model} has no usable tokenizer ({reason})", "give prompts as token_ids") from None

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
+import logging
 import os
+import re
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from probe.checkpoint import Checkpoint
 from probe.errors import OutputExistsError, UsageError
-from probe.hooks.runners.job import DumpJob, Observer, TokenSequence, check_job, resolve_dtype, step_folder
+from probe.hooks.runners.job import (
+    DumpJob,
+    Observer,
+    TokenSequence,
+    batching,
+    check_job,
+    check_positions,
+    resolve_dtype,
+    step_folder,
+)
 from probe.hooks.runners.tokens import write_tokens
 from probe.manifest import make_manifest, write_manifest
+from probe.settings import STAGES
+from probe.store.journal import JOURNAL_SUFFIX
 from probe.store.reader import open_dump
-from probe.store.schema import MANIFEST_NAME, Sequence
+from probe.store.schema import MANIFEST_NAME, PARTIAL_SUFFIX, Sequence
+
+log = logging.getLogger("probe")
+
+ASIDE = ".replaced-"
+DUMP_SUFFIXES = (".h5", ".h5" + PARTIAL_SUFFIX, JOURNAL_SUFFIX)
+_ASIDE_NAME = re.compile(re.escape(ASIDE) + r"\w+")
+_TEMPORARY_NAME = re.compile(re.escape(f".{MANIFEST_NAME}.") + r"\d+")
+_STEP_NAME = re.compile(r"step\d+")
 
 
 def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) -> Path:
@@ -24,6 +47,7 @@ def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) 
     checkpoint = Checkpoint(job.model)
     with output_folder(job.output, job.force):
         sequences = _sequences(job, checkpoint)
+        check_positions(job, sequences, checkpoint.config)
         manifest = make_manifest(
             job.stage,
             job.engine,
@@ -36,7 +60,8 @@ def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) 
             logprobs_mode=job.sampling.logprobs_mode if job.engine == "vllm" else "raw_logprobs",
             source_dump=None if job.source is None else str(job.source.resolve()),
             forced="decode" if job.force_decode else "prefill" if job.source and job.stage == "rollout" else None,
-            batching={"micro_batch_size": job.micro_batch_size, "layout": job.layout},
+            driver=True,
+            **batching(job),
         )
         runner = importlib.import_module(engine.runner)
         done = runner.run(job, checkpoint, sequences, manifest, observer)
@@ -47,37 +72,153 @@ def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) 
 
 @contextlib.contextmanager
 def output_folder(path: Path, force: bool) -> Iterator[None]:
-    """Make an output folder; with ``force`` an old dump is set aside, deleted on success and restored on failure."""
-    path = path.absolute()
-    aside = path.with_name(f".{path.name}.replaced-{os.getpid()}")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        if not force:
-            raise OutputExistsError(f"{path} already exists", "choose another -o or add --force")
-        if not is_dump_folder(path):
-            raise OutputExistsError(f"{path} is not a dump, so --force does not delete it", "choose another -o")
-        path.rename(aside)
-    made = next((folder for folder in [*reversed(path.parents), path] if not folder.exists()), path)
+    """Make an output folder, or fill an empty one; on failure delete what is new in it and the folders made for it.
+
+    With ``force`` the dump that is there is set aside inside its folder, deleted on success and restored on failure.
+    Links are followed and stay. Raises OutputExistsError, UsageError.
+    """
+    folder = _resolved(path)
+    if not folder.is_dir() and folder.exists():
+        raise _occupied(path, force, f"{path} is not a dump, so --force does not delete it")
+    occupied = folder.is_dir() and any(folder.iterdir())
+    if occupied:
+        _check_replaceable(path, folder, force)
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    aside = _set_aside(folder) if occupied else None
     try:
-        _make(path)
+        _make(path, folder)
         yield
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        if aside.exists():
-            aside.rename(path)
+        _delete(entry for entry in _entries(folder) if entry != aside)
+        if aside is not None:
+            _put_back(aside)
+        for parent in made:
+            with contextlib.suppress(OSError):  # not made yet, or another run has put something into it
+                parent.rmdir()
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    if aside is not None:
+        _delete([aside])
 
 
-def _make(path: Path) -> None:
+def _resolved(path: Path) -> Path:
+    if path.is_symlink() and not path.exists():
+        raise UsageError(f"{path} is a link to {os.readlink(path)}, which is not there", "make it or choose another -o")
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        return path.resolve()
+    except (OSError, RuntimeError):  # a loop of links: RuntimeError before Python 3.13
+        raise UsageError(f"the output folder {path} cannot be found", "choose another -o") from None
+
+
+def _occupied(path: Path, force: bool, problem: str) -> OutputExistsError:
+    if force:
+        return OutputExistsError(problem, "choose another -o")
+    return OutputExistsError(f"{path} already exists", "choose another -o or add --force")
+
+
+def _check_replaceable(path: Path, folder: Path, force: bool) -> None:
+    if not force or not _has_dump(folder):
+        raise _occupied(path, force, f"{path} is not a dump, so --force does not delete it")
+    foreign = foreign_entry(folder)
+    if foreign is not None:
+        raise _occupied(path, force, f"{path} also holds {foreign.relative_to(folder)}, so --force does not delete it")
+
+
+def _make(path: Path, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"the output folder {path} cannot be made ({error.strerror})", "choose another -o") from None
 
 
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _set_aside(folder: Path) -> Path:
+    """Move what a folder holds into a new folder inside it: the same file system, and no working directory moves."""
+    old = _entries(folder)
+    aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=folder))
+    try:
+        for entry in old:
+            entry.rename(aside / entry.name)
+    except BaseException:
+        _put_back(aside)
+        raise
+    return aside
+
+
+def _put_back(aside: Path) -> None:
+    try:
+        for entry in _entries(aside):
+            entry.rename(aside.parent / entry.name)
+        aside.rmdir()
+    except OSError as error:
+        log.warning("the dump that was to be replaced is in %s (%s): move it back yourself", aside, error.strerror)
+
+
+def _delete(paths: Iterable[Path]) -> None:
+    """Delete files and folders; warn about one that cannot be deleted."""
+    for path in paths:
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except OSError as error:
+            log.warning("%s could not be deleted (%s): delete it yourself", path, error.strerror or error)
+
+
+# -- what --force may replace ------------------------------------------------------------------------------------------
+
+
 def is_dump_folder(path: Path) -> bool:
-    """Tell whether a folder is a dump (so that --force may replace it)."""
-    return path.is_dir() and ((path / MANIFEST_NAME).is_file() or any(path.glob("*/step*/*.h5*")))
+    """Tell whether a folder is a dump and nothing but a dump (so that --force may replace it)."""
+    return path.is_dir() and _has_dump(path) and foreign_entry(path) is None
+
+
+def foreign_entry(folder: Path) -> Path | None:
+    """Return the first file, link or folder in a dump's folder that no dump consists of, or None."""
+    for entry in _entries(folder):
+        if entry.is_symlink():
+            return entry
+        if entry.is_dir():
+            found = foreign_entry(entry) if _ASIDE_NAME.fullmatch(entry.name) else _foreign_in_stage(entry)
+            if found is not None:
+                return found
+        elif not _TEMPORARY_NAME.fullmatch(entry.name) and not _is_manifest(entry):
+            return entry
+    return None
+
+
+def _foreign_in_stage(stage: Path) -> Path | None:
+    if stage.name not in STAGES:
+        return stage
+    for step in _entries(stage):
+        if step.is_symlink() or not step.is_dir() or not _STEP_NAME.fullmatch(step.name):
+            return step
+        for file in _entries(step):
+            if file.is_symlink() or not file.is_file() or not file.name.endswith(DUMP_SUFFIXES):
+                return file
+    return None
+
+
+def _has_dump(folder: Path) -> bool:
+    files = (file for stage in STAGES for file in folder.glob(f"{stage}/step*/*.h5*"))
+    return _is_manifest(folder / MANIFEST_NAME) or any(_STEP_NAME.fullmatch(file.parent.name) for file in files)
+
+
+def _is_manifest(path: Path) -> bool:
+    """Tell whether a file is a dump's manifest.json; other programs call files of theirs by the same name."""
+    if path.name != MANIFEST_NAME or not path.is_file():
+        return False
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(manifest, dict) and {"schema", "probe", "stage"} <= manifest.keys()
+
+
+# -- which sequences ---------------------------------------------------------------------------------------------------
 
 
 def _sequences(job: DumpJob, checkpoint: Checkpoint) -> list[TokenSequence]:

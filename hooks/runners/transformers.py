@@ -35,8 +35,10 @@ def _load(job: DumpJob, dtype: str) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(
             str(job.model), dtype=torch_dtype(dtype), local_files_only=True, **job.engine_args
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"transformers could not load {job.model} ({' '.join(str(error).split())[:300]})") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:  # TypeError: an --engine-arg that no model takes
+        reason = " ".join(str(error).split())[:300]
+        fix = "check --engine-arg" if job.engine_args else ""
+        raise EngineError(f"transformers could not load {job.model} ({reason})", fix) from error
 
 
 def _score(
@@ -61,13 +63,14 @@ def _generate(
     job: DumpJob, model: Any, sequences: list[TokenSequence], rows: BatchAdapter, observer: Observer
 ) -> list[TokenSequence]:
     """Generate one sequence at a time, so that no finished sequence runs on as padding."""
-    wanted = job.sampling
+    wanted, of_model = job.sampling, model.generation_config
+    model.generation_config = transformers.GenerationConfig()  # what ours leaves open would be taken from the model's
     greedy = wanted.temperature == 0
     chosen = {"do_sample": False} if greedy else {"temperature": wanted.temperature, "top_p": wanted.top_p, "top_k": 0}
     settings = transformers.GenerationConfig(
         max_new_tokens=wanted.max_tokens,
-        eos_token_id=None if wanted.ignore_eos else model.generation_config.eos_token_id,
-        pad_token_id=model.generation_config.pad_token_id,
+        eos_token_id=None if wanted.ignore_eos else of_model.eos_token_id,
+        pad_token_id=of_model.pad_token_id,
         return_dict_in_generate=True,
         output_logits=True,
         **({"do_sample": True} | chosen),

@@ -13,7 +13,7 @@ import numpy as np
 from probe.checkpoint import Checkpoint
 from probe.errors import CaptureError, EngineError
 from probe.hooks.device import pick_device
-from probe.hooks.runners.job import DumpJob, Observer, TokenSequence, step_folder
+from probe.hooks.runners.job import DumpJob, Observer, TokenSequence, positions_needed, step_folder
 
 log = logging.getLogger("probe")
 
@@ -37,9 +37,11 @@ def run(
     """Run the job and return its sequences with tokens and log-probs; ``manifest`` gains what only the engine knows."""
     _set_environment(job)
     observer("starting vLLM", 0, 1)
-    llm = _start(job, checkpoint, sequences, manifest["dtype"])
+    llm = _start(job, sequences, manifest["dtype"])
     try:
         return _run(llm, job, sequences, manifest, observer)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise EngineError(f"vLLM could not run {job.model} ({_reason(error)})", "run it again with -v") from error
     finally:
         _shut_down(llm)
 
@@ -83,7 +85,7 @@ def _set_environment(job: DumpJob) -> None:
             os.environ.setdefault(name, value)
 
 
-def _start(job: DumpJob, checkpoint: Checkpoint, sequences: list[TokenSequence], dtype: str) -> Any:
+def _start(job: DumpJob, sequences: list[TokenSequence], dtype: str) -> Any:
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -92,20 +94,12 @@ def _start(job: DumpJob, checkpoint: Checkpoint, sequences: list[TokenSequence],
             f"this vLLM runs on {current_platform.device_type}, not on {job.device}",
             f"install the vLLM build for {job.device}, or leave out --device",
         )
-    spare = job.sampling.max_tokens if job.source is None else 1
-    needed = max(len(s.tokens) for s in sequences) + spare
-    limit = int(checkpoint.config.get("max_position_embeddings") or needed)
-    if needed > limit:
-        raise EngineError(
-            f"the longest sequence needs {needed} positions, but {job.model} has {limit}",
-            "shorten the prompts or lower --max-tokens",
-        )
     arguments = {
         "model": str(job.model),
         "dtype": dtype,
         "enforce_eager": True,  # compiled or graph-replayed modules never call their hooks
         "enable_prefix_caching": False,  # a cache hit would leave out the rows of the shared prefix
-        "max_model_len": needed,
+        "max_model_len": positions_needed(job, sequences),
         "max_num_seqs": max(8, min(64, len(sequences))),
         "seed": job.sampling.seed,
         "logprobs_mode": job.sampling.logprobs_mode,
@@ -121,8 +115,13 @@ def _start(job: DumpJob, checkpoint: Checkpoint, sequences: list[TokenSequence],
     try:
         return LLM(**arguments)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split())[:400]
-        raise EngineError(f"vLLM could not start on {job.model} ({reason})", "see its log above") from error
+        raise EngineError(
+            f"vLLM could not start on {job.model} ({_reason(error)})", "run it again with -v to see its log"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]
 
 
 def _generate(llm: Any, job: DumpJob, sequences: list[TokenSequence], observer: Observer) -> list[Any]:
