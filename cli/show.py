@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 import sys
 from pathlib import Path
@@ -47,7 +46,9 @@ def show(dump: Path, module: str | None, everything: bool, as_json: bool) -> Non
     with open_dump(dump) as opened:
         data = describe_dump(opened) if module is None else describe_modules(opened, module)
     if as_json:
-        sys.stdout.write(json.dumps(_finite(data), indent=2, allow_nan=False) + "\n")
+        from probe.compare.report.model import dumps
+
+        sys.stdout.write(dumps(data) + "\n")
     elif module is None:
         _print_dump(data, everything)
     else:
@@ -149,15 +150,6 @@ def _row(dump: Dump, values: Any, row: Any) -> dict[str, Any]:
     number = int(row["sequence"])
     uid = dump.sequences[number].uid if number >= 0 else ""
     return {"sequence": uid, "position": int(row["position"]), "token": int(row["token"]), "values": values.tolist()}
-
-
-def _finite(value: Any) -> Any:
-    """Return plain data in which NaN and infinities are null, so that it is strict JSON."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,6 +15,7 @@ from probe.compare.locate import first_divergence
 from probe.compare.match import Entry, Matching, Side, match_tensors, read_side, share_vocabulary
 from probe.compare.measure import Measured, Measurer, Observer
 from probe.compare.names.base import LOGITS, Source, key_of
+from probe.compare.report.model import clean_floats
 from probe.compare.settings_gates import config_gate, environment_entries, environment_gate
 from probe.compare.summary import Evidence, next_commands, not_compared, summary
 from probe.compare.tokens import compare_tokens, drop_padding_from_logprobs, unexplained_difference
@@ -97,7 +97,7 @@ def compare_open(
         "action": not_built("no recommendation is derived yet"),
         "next_commands": next_commands(evidence),
     }
-    return finite(report)
+    return dict(clean_floats(report))
 
 
 def exit_status(report: Mapping[str, Any]) -> int:
@@ -108,17 +108,6 @@ def exit_status(report: Mapping[str, Any]) -> int:
 def not_built(detail: str) -> dict[str, str]:
     """Return the section of a report whose content this version does not produce."""
     return {"status": "not built", "detail": detail}
-
-
-def finite(value: Any) -> Any:
-    """Return plain data with every NaN and infinity replaced by None, so that it is strict JSON."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value
 
 
 # -- two dumps that have nothing in common ----------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import json
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 Report = dict[str, Any]
@@ -72,11 +71,6 @@ def clean_floats(value: Any) -> Any:
 def dumps(value: Any) -> str:
     """Return indented, ASCII-only, strict JSON text; non-finite floats are written as null."""
     return json.dumps(clean_floats(value), indent=2, allow_nan=False)
-
-
-def write_json(report: Report, path: Path) -> None:
-    """Write ``report`` to ``path`` as indented UTF-8 JSON with a final newline."""
-    path.write_text(dumps(report) + "\n", encoding="utf-8")
 
 
 def validate(report: Mapping[str, Any]) -> None:
