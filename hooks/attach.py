@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +22,6 @@ from probe.manifest import make_manifest, package_versions, write_manifest
 from probe.settings import Settings
 from probe.store.schema import MANIFEST_NAME, WeightSketch
 from probe.store.writer import DumpWriter
-
-log = logging.getLogger("probe")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ next call starts or the capture stops, so that an accelerator's transfers overla
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -20,8 +19,6 @@ from probe.settings import Settings
 from probe.store.dtypes import DTYPES
 from probe.store.schema import ROW, ModuleInfo, RowSegment
 from probe.store.writer import DumpWriter
-
-log = logging.getLogger("probe")
 
 SCALARS = (
     *("eps", "variance_epsilon", "scaling", "scale", "softmax_scale", "base", "rotary_base", "is_neox_style"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from probe.hooks.weights import sketches
 from probe.store.schema import WeightSketch
 from probe.store.writer import DumpWriter
 
-log = logging.getLogger("probe")
 _loaded: dict[int, list[WeightSketch]] = {}
 
 

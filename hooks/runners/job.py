@@ -150,7 +150,7 @@ def _check_numbers(job: DumpJob) -> None:
         if not fits:
             raise UsageError(
                 f"{name} {value!r} cannot work",
-                f"n, max_tokens, micro_batch_size >= 1; 0 < top_p <= 1; 0 <= seed <= {MAX_SEED}",
+                f"n, max_tokens, micro_batch_size >= 1; temperature >= 0; 0 < top_p <= 1; 0 <= seed <= {MAX_SEED}",
             )
 
 

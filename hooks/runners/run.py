@@ -116,11 +116,11 @@ def _occupied(path: Path, force: bool, problem: str) -> OutputExistsError:
 
 
 def _check_replaceable(path: Path, folder: Path, force: bool) -> None:
-    if not force or not _has_dump(folder):
-        raise _occupied(path, force, f"{path} is not a dump, so --force does not delete it")
-    foreign = foreign_entry(folder)
-    if foreign is not None:
-        raise _occupied(path, force, f"{path} also holds {foreign.relative_to(folder)}, so --force does not delete it")
+    if force and is_dump_folder(folder):
+        return
+    foreign = foreign_entry(folder) if _has_dump(folder) else None
+    found = "is not a dump" if foreign is None else f"also holds {foreign.relative_to(folder)}"
+    raise _occupied(path, force, f"{path} {found}, so --force does not delete it")
 
 
 def _make(path: Path, folder: Path) -> None:
