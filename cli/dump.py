@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from click.core import ParameterSource
 from probe.cli import common
 from probe.cli.progress import observing
 from probe.errors import UsageError
-from probe.hooks.runners.job import DEFAULT_ENGINE, DTYPES, ENGINES, MAX_SEED, DumpJob, Sampling, check_job
+from probe.hooks.runners.job import DEFAULT_ENGINE, DTYPES, ENGINES, MAX_SEED, DumpJob, Parallel, Sampling, check_job
 from probe.settings import STAGES
 from probe.store.reader import Dump, open_dump
 
@@ -27,14 +28,16 @@ run_group = common.option("What to run")
 token_group = common.option("Which tokens")
 sampling_group = common.option("Sampling (with --prompts)")
 engine_group = common.option("How the engine runs")
+parallel_group = common.option("How many processes share the model")
 output_group = common.option("Output")
 
+PARALLEL_OPTIONS = tuple(field.name for field in fields(Parallel))
 SAMPLING_OPTIONS = ("n", "max_tokens", "temperature", "top_p", "ignore_eos")
 ENGINE_OPTIONS = {
     "logprobs_mode": ("vllm",),
     "out_of_process": ("vllm",),
     "layout": ("megatron",),
-    "micro_batch_size": ("megatron", "transformers"),
+    "micro_batch_size": ("megatron", "transformers", "fsdp", "fsdp1"),
     "engine_arg": ("vllm", "transformers"),
 }
 """Options that only some engines can honour; with another engine they are refused rather than ignored."""
@@ -65,6 +68,7 @@ class EngineArgument(click.ParamType):
     probe dump --stage rollout --model Qwen2.5-0.5B --prompts prompts.txt -o d/rollout
     probe dump --stage actor --from d/rollout -o d/actor
     probe dump --stage actor --from d/rollout --engine transformers --dtype float32 -o d/reference
+    probe dump --stage actor --from d/rollout --tp 2 --sp -o d/actor-tp2
     probe dump --stage rollout --from d/rollout --force-decode -o d/again
     """,
 )
@@ -131,7 +135,7 @@ class EngineArgument(click.ParamType):
     type=click.IntRange(min=1),
     default=4,
     show_default=True,
-    help="megatron, transformers: sequences per forward.",
+    help="megatron, transformers, fsdp: sequences per forward.",
 )
 @engine_group(
     "--layout",
@@ -148,6 +152,23 @@ class EngineArgument(click.ParamType):
     help="vllm, transformers: any further argument of the engine; may be repeated.",
 )
 @engine_group("--out-of-process", is_flag=True, help="vllm: let it use processes of its own, as in production.")
+@parallel_group("--tp", metavar="N", type=click.IntRange(min=1), help="megatron, vllm: tensor-parallel ranks.")
+@parallel_group("--pp", metavar="N", type=click.IntRange(min=1), help="megatron, vllm: pipeline stages.")
+@parallel_group("--vpp", metavar="N", type=click.IntRange(min=1), help="megatron: interleaved chunks per stage.")
+@parallel_group("--cp", metavar="N", type=click.IntRange(min=1), help="megatron: context-parallel ranks.")
+@parallel_group(
+    "--ep",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="megatron: ranks that share the experts (each is a data-parallel rank); vllm: as --tp.",
+)
+@parallel_group(
+    "--dp",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="megatron, fsdp, fsdp1: data-parallel ranks.  [default: as --ep; 2 for fsdp and fsdp1]",
+)
+@parallel_group("--sp", is_flag=True, help="megatron: sequence parallelism between the tensor-parallel ranks.")
 @output_group("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the new dump.")
 @output_group("--force", is_flag=True, help="Replace a dump that is already there.")
 @click.pass_context
@@ -183,13 +204,18 @@ def make_job(options: dict[str, Any]) -> DumpJob:
     if model is None:
         model = _model_of(source)
     sampling = {name: options[name] for name in (*SAMPLING_OPTIONS, "seed", "logprobs_mode")}
+    engine = options["engine"] or DEFAULT_ENGINE[stage]
+    sizes = {name: options[name] for name in PARALLEL_OPTIONS if options[name]}
+    if engine in ENGINES:
+        sizes.setdefault("dp", ENGINES[engine].dp)
     same = ("prompts", "source", "dtype", "device", "prompts_only", "force_decode", "micro_batch_size", "layout")
     return DumpJob(
         stage=stage,
-        engine=options["engine"] or DEFAULT_ENGINE[stage],
+        engine=engine,
         model=model,
         output=options["output"],
         sampling=Sampling(**sampling),
+        parallel=Parallel(**sizes),
         engine_args=dict(options["engine_arg"]),
         force=options["force"],
         **{name: options[name] for name in same},

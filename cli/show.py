@@ -63,6 +63,7 @@ def describe_dump(dump: Dump) -> dict[str, Any]:
     return {
         "path": str(dump.path),
         "complete": dump.complete,
+        "lost": dump.lost,
         "manifest": dump.manifest,
         "sequences": [_sequence(s) for s in dump.sequences],
         "tensors": [_tensor(t) for t in dump.tensors.values()],
@@ -105,12 +106,23 @@ def _sequence(sequence: Sequence) -> dict[str, Any]:
     return {"uid": sequence.uid, "prompt": sequence.prompt_len, "response": response, "sample": sequence.sample}
 
 
+_OVER_RANKS = {"columns": "columns over {} ranks", "partial": "sum over {} ranks", "replicated": "copies on {} ranks"}
+
+
+def _over_ranks(info: TensorInfo) -> str:
+    """Say how ranks share a tensor, or an empty string for one that a single rank stored."""
+    return _OVER_RANKS.get(info.shard, "on {} ranks").format(info.ranks) if info.ranks > 1 else ""
+
+
 def _tensor(info: TensorInfo) -> dict[str, Any]:
     shape = {"rows": info.rows, "features": list(info.feature_shape), "per_token": info.has_rows}
     numbers = {name: float(getattr(info, name)) for name in STATISTICS}
     return {"module": info.module, "slot": info.slot, "dtype": info.dtype, **shape, **numbers} | {
         "nan": info.nan,
         "inf": info.inf,
+        "ranks": _over_ranks(info),
+        "left_out": info.left_out,
+        "lacking": info.lacking,
     }
 
 
@@ -137,7 +149,7 @@ def _values(dump: Dump, info: TensorInfo) -> list[dict[str, Any]]:
     """Return the first features of the first and last rows; one stored block is in memory at a time."""
     head: list[dict[str, Any]] = []
     tail: list[dict[str, Any]] = []
-    for values, rows in dump.iter_blocks(info.module, info.slot):
+    for values, rows in dump.iter_blocks(info.module, info.slot) if info.rows else ():
         flat = values.reshape(len(values), -1)[:, :FEATURES]
         missing = HEAD_ROWS - len(head)
         head += [_row(dump, *pair) for pair in zip(flat[:missing], rows[:missing])]
@@ -160,7 +172,7 @@ def _print_dump(data: dict[str, Any], everything: bool) -> None:
     engine, model = manifest.get("engine") or {}, manifest.get("model") or {}
     common.say(f"{data['path']}: {manifest.get('stage')} on {engine.get('name')} {engine.get('version')}", "bold")
     if not data["complete"]:
-        common.say("incomplete: its run was killed or is still going", "yellow")
+        common.say(f"incomplete: {'; '.join(data['lost'])}", "yellow")
     facts = {
         "model": f"{model.get('architecture')} at {model.get('path')}",
         "numbers": f"{manifest.get('dtype')} on {manifest.get('device')}, log-probs {manifest.get('logprobs_mode')}",
@@ -198,11 +210,17 @@ TENSOR_COLUMNS = {
 
 def _print_tensors(tensors: list[dict[str, Any]], everything: bool) -> None:
     shown = _cut(tensors, MAX_TENSORS, everything)
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (t["module"] or "(model)", t["slot"], t["dtype"], *_shape(t), number(t["norm"]), f"{t['nan']}/{t['inf']}")
         for t in shown
     ]
-    common.table(f"{len(tensors)} tensors", TENSOR_COLUMNS, rows, left_out=len(tensors) - len(shown))
+    columns = TENSOR_COLUMNS
+    if any(t["ranks"] for t in shown):
+        columns, rows = {**columns, "ranks": "left"}, [(*row, t["ranks"]) for row, t in zip(rows, shown)]
+    common.table(f"{len(tensors)} tensors", columns, rows, left_out=len(tensors) - len(shown))
+    lacking = [t for t in tensors if t["lacking"]]
+    if lacking:
+        common.say(f"{len(lacking)} tensors are not whole ({lacking[0]['module']}: {lacking[0]['lacking']})", "yellow")
     if not all(t["per_token"] for t in shown):
         common.say("* one row per call: no axis of it runs along tokens", "dim")
 
@@ -238,7 +256,10 @@ def _print_values(tensor: dict[str, Any]) -> None:
     rows, features = _shape(tensor)
     statistics = ", ".join(f"{name} {number(tensor[name])}" for name in STATISTICS)
     trouble = f", {tensor['nan']} NaN, {tensor['inf']} Inf" if tensor["nan"] or tensor["inf"] else ""
-    common.say(f"  {tensor['slot']}: {tensor['dtype']} {rows} rows x {features}, {statistics}{trouble}")
+    ranks = f", {tensor['ranks']}" if tensor["ranks"] else ""
+    common.say(f"  {tensor['slot']}: {tensor['dtype']} {rows} rows x {features}, {statistics}{trouble}{ranks}")
+    if tensor["lacking"]:
+        common.say(f"    {tensor['left_out']} rows are left out: {tensor['lacking']}", "yellow")
     gap = tensor["rows"] > HEAD_ROWS + TAIL_ROWS
     for place, row in enumerate(tensor["values"]):
         if gap and place == HEAD_ROWS:

@@ -168,6 +168,6 @@ def overall(
         return "divergent"
     if (not words and tokens is None) or coverage < min_coverage:
         return "incomparable"
-    if words and words.count("suspect") > SUSPECT_SHARE * len(words):
+    if (words and words.count("suspect") > SUSPECT_SHARE * len(words)) or gates.get("replicas") == "fail":
         return "suspect"
     return "suspect" if tokens is not None and tokens > TOKEN_SUSPECT else "consistent"

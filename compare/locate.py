@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from probe.compare.align import SequencePair
 from probe.compare.measure import Measured
 from probe.compare.names.base import key_of
+from probe.compare.sequences import SequencePair
 
 
 def first_divergent(measured: Iterable[Measured]) -> Measured | None:
@@ -19,14 +19,16 @@ def first_divergent(measured: Iterable[Measured]) -> Measured | None:
 def first_row(entry: Measured) -> int | None:
     """Return the joined row, first by position and then by sequence, whose error exceeds the divergent band.
 
-    A row with a non-finite value on one side only counts as such; without any the worst row is returned.
+    A row with a non-finite value on one side only counts as such; without any the worst row is returned. Rows that a
+    choice of other experts has reached do not count.
     """
     metrics, join = entry.metrics, entry.join
     if metrics is None or join is None or not metrics.rows:
         return None
-    beyond = np.flatnonzero((metrics.row_rel_l2 > entry.judgement.row_band) | metrics.row_mismatch)
+    among = np.ones(metrics.rows, bool) if entry.among is None else entry.among
+    beyond = np.flatnonzero(among & ((metrics.row_rel_l2 > entry.judgement.row_band) | metrics.row_mismatch))
     if not len(beyond):
-        return metrics.worst_row
+        return int(np.argmax(np.where(among, metrics.row_rel_l2, -1.0)))
     return int(beyond[np.lexsort((join.pair[beyond], join.position[beyond]))[0]])
 
 

@@ -2,67 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from probe.compare.names import table_for
-from probe.compare.names.base import (
-    EngineTable,
-    Key,
-    ModelShape,
-    Place,
-    Resolution,
-    Source,
-    Unavailable,
-    fill,
-    key_of,
-    label_of,
-    layer_of,
-    pattern,
-    place_of,
-    resolve,
-    strip_native,
-)
+from probe.compare.names.base import EngineTable, Source, key_of, label_of
+from probe.compare.names.canonical import LAYER_TENSORS, OPS_PER_LAYER, Place, is_routing, layer_of, place_of
+from probe.compare.propose import LAYER_NUMBER, Leftover, Proposal, propose
+from probe.compare.side import Side
 from probe.metrics import MANTISSA_BITS
-from probe.store.reader import Dump
 
 NO_ROWS = "stored without token rows (no axis of it runs along tokens)"
-IDENTITY_CLASSES = ("IdentityOp", "IdentityFuncOp", "Identity")
-
-
-@dataclass
-class Side:
-    """One dump, read through its engine's table.
-
-    ``natives``: stripped label -> key in the dump; ``resolution``: canonical label -> source; ``unavailable``:
-    canonical label -> reason, for what the engine's spec rules out.
-    """
-
-    dump: Dump
-    table: EngineTable
-    shape: ModelShape
-    natives: dict[str, Key]
-    resolution: Resolution
-    unavailable: dict[str, str]
-
-    def dtype_of(self, source: Source) -> str:
-        """Return the dtype in which the first native tensor of a source was stored."""
-        return self.dump.tensors[self.natives[source.native[0]]].dtype
-
-    def native_labels(self, source: Source) -> list[str]:
-        """Return ``module:slot`` of a source's tensors as the dump spells them."""
-        return [label_of(self.natives[label]) for label in source.native]
+UNKNOWN = "not in the"
+"""How the reason of a tensor begins that no table of names knows."""
+SAME_NAME = "the same name on both sides"
 
 
 @dataclass(frozen=True)
 class Match:
-    """One canonical tensor that both sides have."""
+    """One tensor that both sides have: canonical, named by the user, or proposed (then ``proposal`` says why)."""
 
     label: str
     place: Place
     source_a: Source
     source_b: Source
+    proposal: Proposal | None = None
 
 
 @dataclass(frozen=True)
@@ -76,39 +41,18 @@ class Entry:
 
 @dataclass
 class Matching:
-    """The two sides' tensors, sorted out; ``matched`` is in execution order."""
+    """The two sides' tensors, sorted out; ``matched`` is in execution order.
+
+    ``routing`` are pairs that name experts (ids and weights of those used): sets, which are not measured as numbers.
+    """
 
     matched: list[Match] = field(default_factory=list)
+    routing: list[Match] = field(default_factory=list)
     only_a: list[Entry] = field(default_factory=list)
     only_b: list[Entry] = field(default_factory=list)
     unavailable: list[Entry] = field(default_factory=list)
     auxiliary_a: list[Entry] = field(default_factory=list)
     auxiliary_b: list[Entry] = field(default_factory=list)
-
-
-def read_side(dump: Dump) -> Side:
-    """Read a dump's tensors through the table of its engine."""
-    table = table_for(dump.engine)
-    natives: dict[str, Key] = {}
-    for key in dump.tensors:
-        natives.setdefault(strip_native(label_of(key), table.prefixes), key)
-    usable = [label for label, key in natives.items() if dump.tensors[key].has_rows]
-    refused = _refused(dump, table)
-    return Side(
-        dump, table, ModelShape.of(dump.manifest), natives, resolve(table.tensors, usable, refused), dict(refused)
-    )
-
-
-def share_vocabulary(a: Side, b: Side) -> None:
-    """Let both sides be cut to the smaller vocabulary where one knows its own only with padding (a Megatron model)."""
-    known = [side.shape.vocab for side in (a, b) if side.shape.vocab]
-    if known and any(vocab_is_padded(side.dump) for side in (a, b)):
-        a.shape, b.shape = (replace(side.shape, vocab=min(known)) for side in (a, b))
-
-
-def vocab_is_padded(dump: Dump) -> bool:
-    """Tell whether a dump states a vocabulary size that may include padding."""
-    return bool((dump.manifest.get("layout") or {}).get("vocab_padded"))
 
 
 def match_tensors(a: Side, b: Side) -> Matching:
@@ -117,27 +61,39 @@ def match_tensors(a: Side, b: Side) -> Matching:
     matching = Matching()
     for label in {**a.resolution.sources, **b.resolution.sources}:
         _place_label(label, layers, a, b, matching)
+    matching.matched.sort(key=lambda match: (match.place.rank, match.label))
     extras = _same_names(a, b, matching) if a.table.engine == b.table.engine else []
+    taken = {match.label for match in extras}
+    proposals = propose(_leftovers(a, taken), _leftovers(b, taken), _anchors(matching.matched, a, b))
+    places = running_places(a, matching.matched) if proposals.pairs else {}
+    extras += [_proposed(proposal, places[proposal.a]) for proposal in proposals.pairs]
     matching.matched.extend(extras)
     matching.matched.sort(key=lambda match: (match.place.rank, match.label))
-    named = {match.label for match in extras}
-    matching.auxiliary_a, matching.auxiliary_b = _auxiliary(a, named), _auxiliary(b, named)
+    matching.auxiliary_a = _auxiliary(a, {m.source_a.native[0] for m in extras}, proposals.unpaired_a)
+    matching.auxiliary_b = _auxiliary(b, {m.source_b.native[0] for m in extras}, proposals.unpaired_b)
     return matching
 
 
 def _place_label(label: str, layers: int, a: Side, b: Side, matching: Matching) -> None:
     source_a, source_b = a.resolution.sources.get(label), b.resolution.sources.get(label)
-    place = place_of(label, layers)
-    if source_a and source_b and place:
-        matching.matched.append(Match(label, place, source_a, source_b))
+    if source_a and source_b:
+        place = place_of(label, layers) or _place_of_name(label, a, source_a)
+        (matching.routing if is_routing(label) else matching.matched).append(Match(label, place, source_a, source_b))
         return
     missing, side = (b, "b") if source_a else (a, "a")
-    reason = missing.unavailable.get(label) or _fallback(label, missing.table.unavailable)
+    reason = missing.excuse(label)
     if reason:
         matching.unavailable.append(Entry(label, reason, side))
     else:
         only = matching.only_a if source_a else matching.only_b
         only.append(Entry(label, f"{missing.dump.stage or side} ({missing.table.engine}) stored nothing that gives it"))
+
+
+def _place_of_name(label: str, side: Side, source: Source) -> Place:
+    """Place a name that only the user's mapping knows: in its layer, by order of execution."""
+    order = side.dump.tensors[side.natives[source.native[0]]].order
+    layer = layer_of(label)
+    return Place((-2 if layer is None else layer, len(LAYER_TENSORS), order), OPS_PER_LAYER * (layer or 0))
 
 
 def _layer_count(a: Side, b: Side) -> int:
@@ -146,52 +102,53 @@ def _layer_count(a: Side, b: Side) -> int:
     return max(a.shape.layers, b.shape.layers, highest + 1)
 
 
-# -- what an engine's spec rules out ----------------------------------------------------------------------------------
-
-
-def _refused(dump: Dump, table: EngineTable) -> dict[str, str]:
-    """Return canonical label -> reason for tensors that a spec fuses away, such as TransformerEngine's norms."""
-    modules = {strip_native(path, table.prefixes): info for path, info in dump.modules.items()}
-    parameters = {strip_native(name, table.prefixes) for name in dump.weights}
-    parameters |= {f"{path}.{name}" for path, info in modules.items() for name in info.info.get("parameters", ())}
-    identities = {path for path, info in modules.items() if info.cls in IDENTITY_CLASSES}
-    refused: dict[str, str] = {}
-    for entry in table.unavailable:
-        for wanted, present in ((entry.identity, identities), (entry.parameter, parameters)):
-            for values in _matches(wanted, present):
-                refused |= {fill(label, values): entry.reason for label in entry.canonical}
-    return refused
-
-
-def _matches(wanted: str, present: Iterable[str]) -> list[dict[str, str]]:
-    if not wanted:
-        return []
-    return [found.groupdict() for found in map(pattern(wanted).match, present) if found]
-
-
-def _fallback(label: str, entries: tuple[Unavailable, ...]) -> str:
-    """Return the reason of an unconditional entry that covers ``label``, or an empty string."""
-    for entry in entries:
-        if not entry.identity and not entry.parameter and any(pattern(p).match(label) for p in entry.canonical):
-            return entry.reason
-    return ""
-
-
 # -- tensors outside the tables ---------------------------------------------------------------------------------------
 
 
 def _same_names(a: Side, b: Side, matching: Matching) -> list[Match]:
     """Match leftover outputs of one engine on both sides by their native name, so that unknown modules count too."""
-    places = {label: match.place for match in matching.matched for label in match.source_a.native}
-    current, found = Place((-2, 0), 0), []
-    for label, key in a.natives.items():
-        current = max(current, places.get(label, current))
+    found = []
+    for label, place in running_places(a, matching.matched).items():
         if _is_extra(label, a) and label in b.natives and _is_extra(label, b):
-            info, other = a.dump.tensors[key], b.dump.tensors[b.natives[label]]
+            info, other = (side.dump.tensors[side.natives[label]] for side in (a, b))
             if info.feature_shape == other.feature_shape:
-                source = Source((label,), "whole", 0)
-                found.append(Match(label, Place((*current.rank, info.order), current.ops), source, source))
+                source = Source((label,), "whole", 0, origin=SAME_NAME)
+                found.append(Match(label, place, source, source))
     return found
+
+
+def running_places(side: Side, matched: list[Match]) -> dict[str, Place]:
+    """Return a place for every native label of side a, behind the matched tensors that ran before it."""
+    places = {label: match.place for match in matched for label in match.source_a.native}
+    current, found = Place((-2, 0), 0), {}
+    for label, key in side.natives.items():
+        current = max(current, places.get(label, current))
+        found[label] = Place((*current.rank, side.dump.tensors[key].order), current.ops)
+    return found
+
+
+def _anchors(matched: list[Match], a: Side, b: Side) -> list[tuple[int, int]]:
+    """Return (order in a, order in b) of the tensors that are matched for sure."""
+
+    def order(side: Side, source: Source) -> int:
+        return max(side.dump.tensors[side.natives[label]].order for label in source.native)
+
+    return [(order(a, match.source_a), order(b, match.source_b)) for match in matched]
+
+
+def _proposed(proposal: Proposal, place: Place) -> Match:
+    one, other = (Source((label,), "whole", 0, origin=proposal.reason) for label in (proposal.a, proposal.b))
+    return Match(proposal.a, place, one, other, proposal)
+
+
+def _leftovers(side: Side, taken: set[str]) -> list[Leftover]:
+    """Return the outputs of modules that no table knows, in order of execution."""
+    found = []
+    for label, key in side.natives.items():
+        info = side.dump.tensors[key]
+        if label not in taken and _is_extra(label, side) and not side.refused:
+            found.append(Leftover(label, info.order, math.prod(info.feature_shape)))
+    return sorted(found, key=lambda entry: entry.order)
 
 
 def _is_extra(label: str, side: Side) -> bool:
@@ -202,27 +159,30 @@ def _is_extra(label: str, side: Side) -> bool:
     return is_output and not _table_reason(label, side.table)
 
 
-def _auxiliary(side: Side, matched_by_name: set[str]) -> list[Entry]:
+def _auxiliary(side: Side, matched_by_name: set[str], unpaired: Mapping[str, str]) -> list[Entry]:
     """List the native tensors that no canonical tensor reads, each with its reason."""
     keys = {key: label for label, key in side.natives.items()}
     entries = []
     for key, info in side.dump.tensors.items():
         label = keys.get(key, "")
         if label not in side.resolution.used and label not in matched_by_name:
-            entries.append(Entry(label_of(key), _reason(label, info.has_rows, side)))
+            entries.append(Entry(label_of(key), unpaired.get(label) or reason_of(label, info.has_rows, side)))
     return entries
 
 
-def _reason(label: str, has_rows: bool, side: Side) -> str:
+def reason_of(label: str, has_rows: bool, side: Side) -> str:
+    """Return why a native tensor is not compared; ``label`` is empty for one whose stripped name another has."""
     if not label:
         return "another tensor of the dump has the same name without wrappers"
     target = side.resolution.spare.get(label)
-    if target in side.unavailable:
-        return f"not {target}: {side.unavailable[target]}"
-    if target:
+    if target in side.resolution.sources:
         return f"another tensor already gives {target}"
+    if target and side.excuse(target):
+        return f"not {target}: {side.excuse(target)}"
+    if side.refused and has_rows and LAYER_NUMBER.search(label):
+        return side.refused
     return _table_reason(label, side.table) or (
-        f"not in the {side.table.engine} table of canonical names" if has_rows else NO_ROWS
+        f"{UNKNOWN} {side.table.engine} table of canonical names" if has_rows else NO_ROWS
     )
 
 

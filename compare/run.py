@@ -8,17 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from probe._version import __version__
-from probe.compare.align import RowAligner, RowCoverage, SequenceJoin, SequencePair, count_rows, join_sequences
-from probe.compare.gates import gates_of
+from probe.compare.align import RowAligner
+from probe.compare.coverage import RowCoverage, count_rows, fewer_rows
+from probe.compare.gates import declared_lag, gates_of
 from probe.compare.judge import overall
+from probe.compare.lent import lend_tokens, noted
 from probe.compare.locate import first_divergence
-from probe.compare.match import Entry, Matching, Side, match_tensors, read_side, share_vocabulary
+from probe.compare.logprobs import complete_logprobs
+from probe.compare.mapping import UserMap, load_map, read_mapped
+from probe.compare.match import Matching, match_tensors
 from probe.compare.measure import Measured, Measurer, Observer
-from probe.compare.names.base import LOGITS, Source, key_of
+from probe.compare.moe import section as moe_section
+from probe.compare.names.canonical import LOGITS
+from probe.compare.replicas import replicas_gate
 from probe.compare.report.model import clean_floats
+from probe.compare.sections import coverage_section, dump_summary, layers_section
+from probe.compare.sequences import SequenceJoin, join_sequences
 from probe.compare.settings_gates import config_gate, environment_entries, environment_gate
-from probe.compare.summary import Evidence, next_commands, not_compared, summary
-from probe.compare.tokens import compare_tokens, drop_padding_from_logprobs, unexplained_difference
+from probe.compare.side import Side
+from probe.compare.summary import Evidence, headline, next_commands, not_compared, summary
+from probe.compare.tokens import compare_tokens, unexplained_difference
 from probe.errors import CompareError
 from probe.store.reader import Dump, open_dump
 
@@ -33,40 +42,55 @@ def compare_dumps(
     path_b: str | Path,
     *,
     min_coverage: float = MIN_COVERAGE,
+    across_versions: bool = False,
+    mapping: str | Path | None = None,
     observer: Observer | None = None,
     text: bool = True,
 ) -> dict[str, Any]:
     """Compare two dumps of one stage each and return the report (the content of ``report.json``).
 
-    ``min_coverage``: share of tensors and rows below which the verdict is ``incomparable``; ``observer``: called with
-    (what, done, total); ``text``: decode tokens through the checkpoint's tokenizer. Raises DumpError for a dump that
-    cannot be read, CompareError for two dumps that have nothing in common.
+    ``min_coverage``: share of tensors and rows below which the verdict is ``incomparable``; ``across_versions``: join
+    rows of different weight versions too; ``mapping``: a file of names that go before the tables (docs/names.md);
+    ``observer``: called with (what, done, total); ``text``: decode tokens through the checkpoint's tokenizer. Raises
+    DumpError for a dump that cannot be read, CompareError for two dumps that have nothing in common, UsageError for a
+    mapping that does not fit them.
     """
+    options: dict[str, Any] = {"min_coverage": min_coverage, "across_versions": across_versions, "text": text}
+    given = load_map(mapping) if mapping is not None else None
     with open_dump(path_a) as a, open_dump(path_b) as b:
-        return compare_open(a, b, min_coverage=min_coverage, observer=observer, text=text)
+        return compare_open(a, b, given=given, observer=observer, **options)
 
 
 def compare_open(
-    a: Dump, b: Dump, *, min_coverage: float = MIN_COVERAGE, observer: Observer | None = None, text: bool = True
+    a: Dump,
+    b: Dump,
+    *,
+    min_coverage: float = MIN_COVERAGE,
+    across_versions: bool = False,
+    given: UserMap | None = None,
+    observer: Observer | None = None,
+    text: bool = True,
 ) -> dict[str, Any]:
     """Compare two open dumps (see :func:`compare_dumps`)."""
-    side_a, side_b = read_side(a), read_side(b)
-    share_vocabulary(side_a, side_b)
+    side_a, side_b = read_mapped(a, b, given)
     for side in (side_a, side_b):
-        drop_padding_from_logprobs(side)
+        complete_logprobs(side)
     _require_same_model(side_a, side_b)
+    lent = lend_tokens(a, b)
     join = join_sequences(a, b)
     _require_joined(a, b, join)
     matching = match_tensors(side_a, side_b)
     environment = environment_entries(a, b)
-    gates = gates_of(side_a, side_b, join, (config_gate(side_a, side_b), environment_gate(environment)))
-    aligner = RowAligner(join, len(a.sequences), len(b.sequences))
+    others = replicas_gate(a, b), config_gate(side_a, side_b), environment_gate(environment)
+    gates = noted(gates_of(side_a, side_b, join, others), lent)
+    aligner = RowAligner(join, a.sequences, b.sequences, across_versions=across_versions)
     measurer = Measurer(side_a, side_b, aligner, observer)
     measured = measurer.run(matching)
-    tokens = compare_tokens(a, b, join, text=text)
-    _require_something(a, b, measured, tokens)
-    rows = count_rows(aligner, measurer.joins, a, b)
-    share = _tensor_share(matching, measured)
+    tokens = compare_tokens(a, b, aligner, text=text)
+    rows = count_rows(aligner, measurer.joins, a, b, measurer.recomputed, measurer.left_out(matching))
+    _require_something(a, b, measured, tokens, rows)
+    fewer = fewer_rows(aligner, [(entry.match.label, entry.join) for entry in measured if entry.join is not None])
+    share = _tensor_share(side_a, side_b, matching, measured)
     verdict = overall(
         [entry.judgement.verdict for entry in measured],
         {gate["name"]: gate["status"] for gate in gates},
@@ -75,29 +99,39 @@ def compare_open(
         min_coverage,
     )
     first = first_divergence(measured, join.pairs)
-    evidence = Evidence(a, b, verdict, gates, matching, measured, rows, tokens, first, share, min_coverage)
-    report = {
+    evidence = Evidence(a, b, verdict, gates, matching, measured, rows, fewer, tokens, first, share, min_coverage)
+    sections = {
+        "coverage": coverage_section(side_a, side_b, evidence),
+        "layers": layers_section(side_a, side_b, measured, matching, join.pairs),
+        "moe": moe_section(measurer.routing, [pair.label for pair in join.pairs]),
+        "environment": environment,
+    }
+    return dict(clean_floats(_report(evidence, sections)))
+
+
+def _report(evidence: Evidence, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the report together from what was found and the ``sections`` made of it already."""
+    a, b = evidence.a, evidence.b
+    return {
         "schema": SCHEMA,
         "probe": __version__,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "a": dump_summary(a),
         "b": dump_summary(b),
-        "verdict": verdict,
+        "verdict": evidence.verdict,
+        "headline": headline(evidence),
         "summary": summary(evidence),
         "not_compared": not_compared(evidence),
-        "gates": gates,
-        "coverage": _coverage(matching, measured, rows),
-        "layers": _layers(side_a, side_b, measured, matching, join.pairs),
-        "first_divergence": first,
+        "gates": evidence.gates,
+        "first_divergence": evidence.first,
         "suspects": not_built("causes are not ranked yet"),
-        "tokens": tokens,
+        "tokens": evidence.tokens,
         "ppo": not_built("the effect on the PPO update is not computed yet"),
-        "environment": environment,
         "backends": {"a": a.manifest.get("backends") or {}, "b": b.manifest.get("backends") or {}},
         "action": not_built("no recommendation is derived yet"),
         "next_commands": next_commands(evidence),
+        **sections,
     }
-    return dict(clean_floats(report))
 
 
 def exit_status(report: Mapping[str, Any]) -> int:
@@ -130,113 +164,31 @@ def _require_joined(a: Dump, b: Dump, join: SequenceJoin) -> None:
         raise CompareError(problem, "dump both sides from the same prompts and tokenizer (probe dump --from)")
 
 
-def _require_something(a: Dump, b: Dump, measured: list[Measured], tokens: Mapping[str, Any]) -> None:
-    if not tokens["compared"] and all(entry.metrics is None for entry in measured):
-        problem = f"{a.path} and {b.path} have no tensor and no response log-prob in common"
-        raise CompareError(problem, "see what each holds with 'probe show'")
+def _require_something(
+    a: Dump, b: Dump, measured: list[Measured], tokens: Mapping[str, Any], rows: RowCoverage
+) -> None:
+    if tokens["compared"] or any(entry.metrics is not None for entry in measured):
+        return
+    if rows.count("other_version") or declared_lag(a, b):
+        versions = [", ".join(map(str, sorted({s.weight_version for s in dump.sequences}))) for dump in (a, b)]
+        problem = f"no row of {a.path} (weight version {versions[0]}) and {b.path} ({versions[1]}) has the same weights"
+        raise CompareError(problem, "compare dumps of one weight version, or add --across-versions")
+    problem = f"{a.path} and {b.path} have no tensor and no response log-prob in common"
+    raise CompareError(problem, "see what each holds with 'probe show'")
 
 
 def _logits_agree(measured: list[Measured]) -> bool:
     return any(m.match.label == LOGITS and m.judgement.verdict in ("identical", "consistent") for m in measured)
 
 
-def _tensor_share(matching: Matching, measured: list[Measured]) -> float:
-    """Return the share of canonical tensors that were compared; those a spec makes unavailable do not count."""
+def _tensor_share(a: Side, b: Side, matching: Matching, measured: list[Measured]) -> float:
+    """Return the share of canonical tensors that were compared; those a spec makes unavailable do not count.
+
+    Dumps that both hold tensors of which none has a canonical name share none; without any tensor there is none to
+    miss.
+    """
     compared = sum(entry.metrics is not None for entry in measured)
     total = len(measured) + len(matching.only_a) + len(matching.only_b)
-    return compared / total if total else 1.0
-
-
-# -- sections ---------------------------------------------------------------------------------------------------------
-
-
-def dump_summary(dump: Dump) -> dict[str, Any]:
-    """Return what a report says about one dump."""
-    engine, model = dump.manifest.get("engine") or {}, dump.manifest.get("model") or {}
-    return {
-        "path": str(dump.path),
-        "stage": dump.stage,
-        "engine": dump.engine,
-        "engine_version": engine.get("version"),
-        "model": model.get("path"),
-        "dtype": dump.manifest.get("dtype"),
-        "device": dump.manifest.get("device"),
-        "sequences": len(dump.sequences),
-        "prompt_tokens": sum(s.prompt_len for s in dump.sequences),
-        "response_tokens": sum(max(0, len(s.tokens) - s.prompt_len) for s in dump.sequences),
-        "tensors": len(dump.tensors),
-        "complete": dump.complete,
-        "prompts_only": bool(dump.manifest.get("prompts_only")),
-    }
-
-
-def _coverage(matching: Matching, measured: list[Measured], rows: RowCoverage) -> dict[str, Any]:
-    lists = {name: [_entry(e) for e in getattr(matching, name)] for name in ("only_a", "only_b")}
-    auxiliary = {name: [_entry(e) for e in getattr(matching, name)] for name in ("auxiliary_a", "auxiliary_b")}
-    return {
-        "matched": sum(entry.metrics is not None for entry in measured),
-        **lists,
-        "unavailable": [_entry(e) | {"side": e.side} for e in matching.unavailable],
-        **auxiliary,
-        "rows_joined": rows.joined,
-        "rows_only_a": rows.only_a,
-        "rows_only_b": rows.only_b,
-        "rows_not_executed": rows.not_executed,
-    }
-
-
-def _entry(entry: Entry) -> dict[str, str]:
-    name, slot = key_of(entry.label)
-    return {"name": name, "slot": slot, "reason": entry.reason}
-
-
-def _layers(
-    a: Side, b: Side, measured: list[Measured], matching: Matching, pairs: list[SequencePair]
-) -> list[dict[str, Any]]:
-    layers = [_layer(entry, a, b, pairs) for entry in measured]
-    for side, only in (("a", matching.only_a), ("b", matching.only_b)):
-        for entry in only:
-            layers.append(_missing(entry, len(layers), side))
-    return layers
-
-
-FIGURES = ("rel_l2", "rmse", "max_abs", "one_minus_cos", "ulp_p50", "ulp_p99", "norm_ratio")
-
-
-def _layer(entry: Measured, a: Side, b: Side, pairs: list[SequencePair]) -> dict[str, Any]:
-    metrics, join = entry.metrics, entry.join
-    layer = _blank(entry.match.label, entry.order, entry.judgement.verdict, entry.judgement.reason)
-    layer |= {"floor": entry.judgement.floor, "ratio": entry.judgement.ratio}
-    layer["a"], layer["b"] = _origin(a, entry.match.source_a), _origin(b, entry.match.source_b)
-    if metrics is None or join is None:
-        return layer
-    layer |= {name: getattr(metrics, name) for name in FIGURES}
-    layer |= {"nan_a": metrics.nan_x, "nan_b": metrics.nan_y, "inf_a": metrics.inf_x, "inf_b": metrics.inf_y}
-    layer["rows"] = metrics.rows
-    layer["a"]["norm"], layer["b"]["norm"] = metrics.norm_x, metrics.norm_y
-
-    def where(row: int) -> dict[str, Any]:
-        return {"sequence": pairs[int(join.pair[row])].label, "position": int(join.position[row])}
-
-    row, feature = metrics.max_abs_at
-    worst = metrics.worst_row
-    layer["max_abs_at"] = where(row) | {"feature": feature}
-    layer["worst_row"] = where(worst) | {"rel_l2": float(metrics.row_rel_l2[worst])}
-    return layer
-
-
-def _blank(label: str, order: int, verdict: str, reason: str) -> dict[str, Any]:
-    name, slot = key_of(label)
-    empty = dict.fromkeys((*FIGURES, "floor", "ratio", "own_error", "max_abs_at", "worst_row"))
-    counts = dict.fromkeys(("nan_a", "nan_b", "inf_a", "inf_b", "rows"), 0)
-    head = {"name": name, "slot": slot, "order": order, "verdict": verdict, "reason": reason}
-    nothing: dict[str, Any] = {"tensors": [], "dtype": None, "norm": None}
-    return {**head, **empty, **counts, "a": nothing, "b": dict(nothing)}
-
-
-def _missing(entry: Entry, order: int, side: str) -> dict[str, Any]:
-    return _blank(entry.label, order, "missing", f"only {side} has it: {entry.reason}")
-
-
-def _origin(side: Side, source: Source) -> dict[str, Any]:
-    return {"tensors": side.native_labels(source), "dtype": side.dtype_of(source), "norm": None}
+    if not total:
+        return 0.0 if a.dump.tensors and b.dump.tensors else 1.0
+    return compared / total

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from probe.compare.gates import SHOWN, Gate
-from probe.compare.match import Side, vocab_is_padded
 from probe.compare.names.base import key_of
+from probe.compare.side import Side, vocab_is_padded
 from probe.store.reader import Dump
 
 SEMANTIC = frozenset(

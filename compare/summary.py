@@ -6,13 +6,33 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from probe.compare.align import RowCoverage
+from probe.compare.coverage import FewerRows, RowCoverage
 from probe.compare.judge import SUSPECT_RISE
 from probe.compare.locate import first_divergent
-from probe.compare.match import Matching
+from probe.compare.match import UNKNOWN, Matching
 from probe.compare.measure import Measured
-from probe.compare.names.base import LOGITS
+from probe.compare.report.model import ROW_REASONS, headline_sentence
 from probe.store.reader import Dump
+
+OPENINGS = {
+    "consistent": "agree: what differs is rounding",
+    "suspect": "differ by more than rounding is expected to explain, but not clearly",
+    "divergent": "do not compute the same thing",
+    "incomparable": "cannot be judged",
+}
+
+ROW_GAPS = {
+    "other_sequence": "of sequences on one side only",
+    "other_version": "of another weight version",
+    "prefix_cache": "not executed (prefix cache)",
+    "beyond_prefix": "after the tokens part",
+    "part_of_shards": "without all their shards",
+    "not_stored": "stored by one side only",
+}
+"""Reasons that the headline counts (:data:`probe.compare.report.model.ROW_REASONS`), in its words."""
+
+SILENT = ("padding", "computed_again", "prompts_only", "part_of_shards")
+"""Reasons that need no sentence: nothing is lost, or another sentence says it."""
 
 
 @dataclass
@@ -26,16 +46,56 @@ class Evidence:
     matching: Matching
     measured: list[Measured]
     rows: RowCoverage
+    fewer: list[FewerRows]
     tokens: dict[str, Any]
     first: dict[str, Any] | None
     tensor_share: float
     min_coverage: float
 
 
+def headline(e: Evidence) -> str:
+    """Return the verdict line: the verdict word, what it rests on, and in a few words what was not compared."""
+    return "; ".join([f"{e.verdict}{_basis(e)}", *_gaps(e)])
+
+
+def _basis(e: Evidence) -> str:
+    if e.verdict == "incomparable":
+        return f": {_shortfall(e)}"
+    words = [entry.judgement.verdict for entry in e.measured if entry.metrics is not None]
+    if not words:
+        return f" on {e.tokens['compared']} log-probs" if e.tokens["compared"] else ""
+    rows = "prompt rows of " if any(dump.manifest.get("prompts_only") for dump in (e.a, e.b)) else ""
+    flagged = words.count(e.verdict) if e.verdict in ("suspect", "divergent") else 0
+    return f" in {flagged} of {_tensors(len(words))}" if flagged else f" on {rows}{_tensors(len(words))}"
+
+
+def _gaps(e: Evidence) -> list[str]:
+    """Return what was not compared, each in a few words; :func:`not_compared` says it in full."""
+    gaps = ["decode not seen"] if any(d.manifest.get("prompts_only") for d in (e.a, e.b)) else []
+    if e.matching.unavailable:
+        labels = [entry.label for entry in e.matching.unavailable]
+        kind = "norm" if all("norm" in label for label in labels) else "tensor"
+        why = "fused" if all("fuse" in entry.reason for entry in e.matching.unavailable) else "unavailable"
+        gaps.append(f"{_count(len(labels), kind)} not comparable ({why})")
+    proposed = sum(entry.match.proposal is not None for entry in e.measured)
+    gaps += [f"{_count(proposed, 'pair')} only proposed"] if proposed else []
+    failed = sum(entry.metrics is None for entry in e.measured)
+    gaps += [f"{_tensors(failed)} could not be paired"] if failed else []
+    only = {"a": e.matching.only_a, "b": e.matching.only_b}
+    gaps += [f"{_tensors(len(entries))} only in {side}" for side, entries in only.items() if entries]
+    gaps += [
+        f"{_count(e.rows.count(reason), 'row')} {words}" for reason, words in ROW_GAPS.items() if e.rows.count(reason)
+    ]
+    gaps += [f"{side} incomplete" for side, dump in (("a", e.a), ("b", e.b)) if not dump.complete]
+    return gaps
+
+
 def summary(e: Evidence) -> str:
-    """Return one paragraph: what was found, on what evidence, and what to do or to keep in mind."""
-    parts = [_opening(e), *_failed_gates(e), *_modules(e), *_tokens(e), *_warned_gates(e)]
-    return " ".join(part for part in parts if part)
+    """Return one paragraph: the headline, what was found, on what evidence, and what to do or to keep in mind."""
+    opening = [headline_sentence(headline(e)), _opening(e)]
+    return " ".join(
+        part for part in (*opening, *_failed_gates(e), *_modules(e), *_tokens(e), *_warned_gates(e)) if part
+    )
 
 
 def _opening(e: Evidence) -> str:
@@ -43,13 +103,7 @@ def _opening(e: Evidence) -> str:
     words = [entry.judgement.verdict for entry in e.measured]
     if e.verdict == "consistent" and words and set(words) == {"identical"}:
         return f"{pair} are identical: every value of all {len(words)} compared tensors has the same bits."
-    if e.verdict == "consistent":
-        return f"{pair} agree: what differs is rounding."
-    if e.verdict == "suspect":
-        return f"{pair} differ by more than rounding is expected to explain, but not clearly."
-    if e.verdict == "divergent":
-        return f"{pair} do not compute the same thing."
-    return f"{pair} cannot be judged: {_shortfall(e)}."
+    return f"{pair} {OPENINGS[e.verdict]}."
 
 
 def _shortfall(e: Evidence) -> str:
@@ -123,10 +177,20 @@ def _tokens(e: Evidence) -> list[str]:
 # -- what was not compared --------------------------------------------------------------------------------------------
 
 
+def _not_whole(side: str, dump: Dump) -> list[str]:
+    """Say which rows of a side's tensors some rank's file lacks."""
+    partly = [info for info in dump.tensors.values() if info.lacking and info.rows]
+    if not partly:
+        return []
+    first = f"{partly[0].module}:{partly[0].slot}"
+    rows = sum(info.left_out for info in partly)
+    return [f"{rows} rows of {_tensors(len(partly))} of {side} (first {first}): {partly[0].lacking}"]
+
+
 def not_compared(e: Evidence) -> list[str]:
     """Return one sentence per kind of thing that this comparison did not see."""
     sentences = [
-        f"{side} is incomplete (its run was killed or is still going): only what had reached the disk was read"
+        f"{side} is incomplete ({'; '.join(dump.lost)}): only what had reached the disk was read"
         for side, dump in (("a", e.a), ("b", e.b))
         if not dump.complete
     ]
@@ -141,42 +205,59 @@ def not_compared(e: Evidence) -> list[str]:
 
 def _unseen_rows(e: Evidence) -> list[str]:
     sides = [side for side, dump in (("a", e.a), ("b", e.b)) if dump.manifest.get("prompts_only")]
+    sentences = [f"response rows (decode): {' and '.join(sides)} stored prompt rows only"] if sides else []
+    for side, counts in (("a", e.rows.a), ("b", e.rows.b)):
+        sentences += [
+            f"{_count(counts[reason], 'row')} of {side}: {words}"
+            for reason, words in ROW_REASONS.items()
+            if counts[reason] and reason not in SILENT
+        ]
+    for side, again in zip("ab", e.rows.recomputed):
+        if again.differing:
+            problem = f"{len(again.differing)} of {_count(len(again.again), 'row')} that {side} computed more than once"
+            sentences.append(f"{problem} came out with other bits: only the last computation was compared")
+    return sentences + _fewer_rows(e)
+
+
+def _fewer_rows(e: Evidence) -> list[str]:
+    """Return one sentence per group of tensors that lack the same number of rows."""
+    groups: dict[tuple[int, int, int], list[FewerRows]] = {}
+    for entry in e.fewer:
+        groups.setdefault((entry.missing, entry.lacking_a, entry.lacking_b), []).append(entry)
     sentences = []
-    if sides:
-        sentences.append(f"response rows (decode): {' and '.join(sides)} stored prompt rows only")
-    if e.rows.beyond_prefix:
-        sentences.append(f"{e.rows.beyond_prefix} rows after the point where the two sides' tokens part")
-    lone_a, lone_b = e.rows.only_a, e.rows.only_b
-    if lone_a + lone_b > e.rows.beyond_prefix + e.rows.prompts_only:
-        sentences.append(f"{lone_a} rows that only a stored and {lone_b} that only b stored")
-    if e.rows.not_executed:
-        sentences.append(
-            f"{e.rows.not_executed} rows of last generated tokens: not executed by the side that generated them"
-        )
-    logits = next((m for m in e.measured if m.match.label == LOGITS and m.join is not None), None)
-    if logits is not None and logits.join is not None and len(logits.join.index_a) < e.rows.joined:
-        sentences.append(f"logits of {e.rows.joined - len(logits.join.index_a)} of {e.rows.joined} rows: not computed")
+    for (missing, *lacking), entries in groups.items():
+        who = " and ".join(f"{side} lacks {count}" for side, count in zip("ab", lacking) if count)
+        more = f" and {len(entries) - 1} more tensors" if len(entries) > 1 else ""
+        sentences.append(f"{entries[0].label}{more}: {missing} of {e.rows.joined} rows ({who or 'in no common row'})")
     return sentences
 
 
 def _unseen_tensors(e: Evidence) -> list[str]:
-    sentences = []
+    sentences = [sentence for side, dump in (("a", e.a), ("b", e.b)) for sentence in _not_whole(side, dump)]
     for reason in dict.fromkeys(entry.reason for entry in e.matching.unavailable):
         entries = [entry for entry in e.matching.unavailable if entry.reason == reason]
         sentences.append(f"{_tensors(len(entries))} unavailable in {entries[0].side} (as {entries[0].label}): {reason}")
     for side, only in (("a", e.matching.only_a), ("b", e.matching.only_b)):
         if only:
             sentences.append(f"{_tensors(len(only))} that only {side} has (first {only[0].label})")
+    for side, listed in (("a", e.matching.auxiliary_a), ("b", e.matching.auxiliary_b)):
+        unknown = [entry for entry in listed if entry.reason.startswith(UNKNOWN)]
+        if unknown:
+            first = unknown[0].label
+            sentences.append(f"{_tensors(len(unknown))} of {side} that no table of names knows (first {first})")
     failed = [entry for entry in e.measured if entry.metrics is None]
     if failed:
-        first = failed[0]
-        text = first.judgement.reason.rstrip(".")
-        sentences.append(f"{_tensors(len(failed))} that could not be paired (first {first.match.label}: {text})")
+        text = failed[0].judgement.reason.rstrip(".")
+        sentences.append(f"{_tensors(len(failed))} that could not be paired (first {failed[0].match.label}: {text})")
     return sentences
 
 
 def _tensors(count: int) -> str:
-    return "1 tensor" if count == 1 else f"{count} tensors"
+    return _count(count, "tensor")
+
+
+def _count(count: int, kind: str) -> str:
+    return f"{count} {kind}" if count == 1 else f"{count} {kind}s"
 
 
 def next_commands(e: Evidence) -> list[str]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from probe.compare.align import SequenceJoin
-from probe.compare.match import Side
-from probe.compare.names.base import LOGITS
-from probe.metrics import TOKEN_METRICS, logprobs_from_logits, token_metrics
+from probe.compare.align import NO_ROWS, RowAligner, RowTable, pack
+from probe.compare.sequences import SequenceJoin
+from probe.metrics import TOKEN_METRICS, token_metrics
 from probe.store.reader import Dump
 
 WORST_TOKENS = 20
@@ -68,7 +66,9 @@ def choose_sources(a: Dump, b: Dump) -> Sources | None:
 
 
 def _any(dump: Dump, column: str) -> bool:
-    return bool(np.isfinite(dump.tokens[column][dump.tokens["response"]]).any())
+    """Tell whether a dump has log-probs of response tokens; of any where it does not know where prompts end."""
+    response = dump.tokens["response"]
+    return bool(np.isfinite(dump.tokens[column][response if response.any() else slice(None)]).any())
 
 
 @dataclass(frozen=True)
@@ -82,30 +82,27 @@ class JoinedTokens:
     b: np.ndarray
 
 
-def join_tokens(a: Dump, b: Dump, join: SequenceJoin, sources: Sources) -> JoinedTokens:
-    """Join the two token tables by (sequence, position) within the common prefixes, response tokens only."""
-    parts: list[tuple[np.ndarray, ...]] = []
-    spans_a, spans_b = _spans(a.tokens, len(a.sequences)), _spans(b.tokens, len(b.sequences))
-    for number, pair in enumerate(join.pairs):
-        left, right = a.tokens[spans_a[pair.a]], b.tokens[spans_b[pair.b]]
-        _, in_a, in_b = np.intersect1d(left["position"], right["position"], return_indices=True)
-        left, right = left[in_a], right[in_b]
-        x, y = left[SOURCES[sources.a]], right[SOURCES[sources.b]]
-        response = left["response"] | right["response"]
-        keep = response & np.isfinite(x) & np.isfinite(y) & (left["position"] < pair.prefix)
-        parts.append((np.full(int(keep.sum()), number), left["position"][keep], left["token"][keep], x[keep], y[keep]))
-    if not parts:
-        return JoinedTokens(*(np.zeros(0, np.int64) for _ in range(3)), *(np.zeros(0) for _ in range(2)))
-    return JoinedTokens(*(np.concatenate(columns) for columns in zip(*parts)))
+def join_tokens(a: Dump, b: Dump, aligner: RowAligner, sources: Sources) -> JoinedTokens:
+    """Join the two token tables by (sequence, position) within the common prefixes, response tokens only.
+
+    A token of a later turn's prompt that an earlier piece of its trajectory generated is a response token.
+    """
+    tables = a.tokens, b.tokens
+    columns = a.tokens[SOURCES[sources.a]], b.tokens[SOURCES[sources.b]]
+    cells = [pack(table["sequence"], table["position"]) for table in tables]
+    places = [aligner.places(side_cells, side) for side, side_cells in enumerate(cells)]
+    keys = [pack(pair, position) for _, position, pair, _ in places]
+    generated = np.unique(np.concatenate([key[table["response"]] for key, table in zip(keys, tables)]))
+    rows = []
+    for key, values, side_cells in zip(keys, columns, cells):
+        kept = np.flatnonzero(np.isfinite(values) & np.isin(key, generated))
+        rows.append(RowTable(side_cells[kept], kept, NO_ROWS, NO_ROWS, 0))
+    join = aligner.join_tables(*rows)
+    tokens = a.tokens["token"][join.index_a]
+    return JoinedTokens(join.pair, join.position, tokens, columns[0][join.index_a], columns[1][join.index_b])
 
 
-def _spans(tokens: np.ndarray, count: int) -> list[slice]:
-    """Return where each sequence's tokens lie; the table is sorted by (sequence, position)."""
-    bounds = np.searchsorted(tokens["sequence"], np.arange(count + 1))
-    return [slice(int(start), int(stop)) for start, stop in pairwise(bounds)]
-
-
-def compare_tokens(a: Dump, b: Dump, join: SequenceJoin, *, text: bool = True) -> dict[str, Any]:
+def compare_tokens(a: Dump, b: Dump, aligner: RowAligner, *, text: bool = True) -> dict[str, Any]:
     """Return the ``tokens`` section of the report; figures are None where no token could be compared."""
     sources = choose_sources(a, b)
     decode = load_decoder(a, b) if text else None
@@ -119,28 +116,12 @@ def compare_tokens(a: Dump, b: Dump, join: SequenceJoin, *, text: bool = True) -
     }
     if not sources:
         return report
-    tokens = join_tokens(a, b, join, sources)
+    join, tokens = aligner.join, join_tokens(a, b, aligner, sources)
     report |= {"compared": len(tokens.a), **token_metrics(tokens.a, tokens.b)}
-    report["by_position"] = _by_position(a, join, tokens)
+    report["by_position"] = _by_position(join, tokens)
     report["worst"] = _worst(a, join, tokens, decode)
     report["sequences"], report["strip_truncated"] = _sequences(a, join, tokens, decode)
     return report
-
-
-def drop_padding_from_logprobs(side: Side) -> None:
-    """Recompute a side's log-probs within the vocabulary both sides share, where its dump summed over padding too."""
-    dump, source = side.dump, side.resolution.sources.get(LOGITS)
-    stated = int((dump.manifest.get("layout") or {}).get("vocab_size") or 0)
-    if source is None or stated <= side.shape.vocab:
-        return
-    spans = _spans(dump.tokens, len(dump.sequences))
-    for values, rows in dump.iter_blocks(*side.natives[source.native[0]]):
-        for number in np.unique(rows["sequence"]):
-            mine = dump.tokens[spans[number]]  # a view: what is assigned below lands in the table
-            here = np.nonzero((rows["sequence"] == number) & (rows["position"] < len(mine) - 1))[0]
-            scored = rows["position"][here] + 1
-            tokens = mine["token"][scored]
-            mine["logprob_recomputed"][scored] = logprobs_from_logits(values[here][:, : side.shape.vocab], tokens)
 
 
 def unexplained_difference(a: Dump, b: Dump, mean_difference: float | None, logits_agree: bool) -> float | None:
@@ -163,14 +144,15 @@ def _from_own_logits(dump: Dump) -> float:
     return float(np.mean(gap[np.isfinite(gap)])) if np.isfinite(gap).any() else 0.0
 
 
-def _by_position(a: Dump, join: SequenceJoin, tokens: JoinedTokens) -> list[dict[str, Any]]:
-    prompt = np.array([a.sequences[pair.a].prompt_len for pair in join.pairs], np.int64)
+def _by_position(join: SequenceJoin, tokens: JoinedTokens) -> list[dict[str, Any]]:
+    prompt = np.array([pair.prompt_len for pair in join.pairs], np.int64)
     place = tokens.position - prompt[tokens.pair] if len(tokens.pair) else tokens.position
-    gap = np.abs(tokens.b - tokens.a)
+    order = np.argsort(place, kind="stable")
+    places, starts = np.unique(place[order], return_index=True)
+    groups = np.split(np.abs(tokens.b - tokens.a)[order], starts[1:]) if len(places) else []
     return [
-        {"position": int(p), "count": int(at.sum()), "mean_abs": float(gap[at].mean()), "max_abs": float(gap[at].max())}
-        for p in np.unique(place)
-        for at in [place == p]
+        {"position": int(p), "count": len(gap), "mean_abs": float(gap.mean()), "max_abs": float(gap.max())}
+        for p, gap in zip(places, groups)
     ]
 
 
@@ -203,14 +185,15 @@ def _sequences(
     gap = np.abs(tokens.b - tokens.a)
     entries: list[dict[str, Any]] = []
     members: list[np.ndarray] = []
+    bounds = np.searchsorted(tokens.pair, np.arange(len(join.pairs) + 1))  # joined tokens are sorted by pair
     for number, pair in enumerate(join.pairs):
-        sequence, at = a.sequences[pair.a], np.flatnonzero(tokens.pair == number)
+        sequence, at = a.sequences[pair.a], np.arange(bounds[number], bounds[number + 1])
         members.append(at)
         figures = {"mean_abs": float(gap[at].mean()), "max_abs": float(gap[at].max())} if len(at) else {}
         entries.append(
             {
                 "sequence": pair.label,
-                "prompt_len": sequence.prompt_len,
+                "prompt_len": pair.prompt_len,
                 "length": len(sequence.tokens),
                 **{"mean_abs": None, "max_abs": None, **figures, "strip": []},
             }

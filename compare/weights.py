@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from probe.compare.judge import ROUNDING
-from probe.compare.match import Side
 from probe.compare.merge import OPERATIONS
-from probe.compare.names.base import resolve, strip_native
+from probe.compare.names.base import Source
+from probe.compare.side import Side
 from probe.errors import ProbeError
 from probe.metrics import MANTISSA_BITS, coarser_dtype
+from probe.store.sketches import JoinedSketch, by_output
 
 EXACT = 1e-9
 """Relative difference of two float64 sketches of one weight: summation order only, 1e-16 times a row's length."""
@@ -28,18 +29,23 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Weight:
-    """One canonical parameter of one side: the native name it comes from and the sketch of its rows."""
+    """One canonical parameter of one side: the native name it comes from and the sketch of its rows.
+
+    ``gap``: which shard of it is in no file; ``conflict``: which ranks hold copies of it that differ.
+    """
 
     name: str
     native: str
     shape: tuple[int, ...]
     dtype: str
     rows: np.ndarray
+    gap: str = ""
+    conflict: str = ""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one parameter's comparison says: ``status`` is equal, rounded or different, ``detail`` in words."""
+    """What one parameter's comparison says: ``status`` is equal, rounded, different or missing, ``detail`` in words."""
 
     name: str
     status: str
@@ -48,26 +54,40 @@ class Finding:
 
 def canonical_weights(side: Side) -> dict[str, Weight]:
     """Return the side's sketched parameters by canonical name, in the model's order; unsketched ones are left out."""
-    natives = {strip_native(name, side.table.prefixes): name for name in side.dump.weights}
+    natives = {side.strip(name): name for name in side.dump.weights}
     order = {label: place for place, label in enumerate(natives)}
-    sources = resolve(side.table.parameters, natives).sources
+    sources = side.parameter_sources()
     found: dict[str, Weight] = {}
     for label, source in sorted(sources.items(), key=lambda item: (order[item[1].native[0]], item[1].part)):
-        sketch = side.dump.weights[natives[source.native[0]]]
-        rows = sketch.rows
-        if not rows.size and sketch.alias in side.dump.weights:
-            rows = side.dump.weights[sketch.alias].rows
-        if not rows.size:
-            continue
-        try:
-            rows = OPERATIONS[source.operation]([rows], source.part, side.shape, 0)
-        except ProbeError:  # sizes that do not fit the config: compared as a whole, so that it shows as a difference
-            label = f"{label} (unsplit)"
-        shape = (len(rows), *sketch.shape[1:])
-        found[label] = Weight(label, sketch.name, shape, sketch.dtype, rows)
+        name = natives[source.native[0]]
+        joined = side.dump.joined_weights[name]
+        if joined.whole.alias in side.dump.joined_weights and not joined.whole.rows.size:
+            joined = side.dump.joined_weights[joined.whole.alias]
+        if joined.whole.rows.size:
+            weight = _canonical(label, source, joined, side)
+            found[weight.name] = replace(weight, native=name)
     if HEAD not in found and EMBEDDING in found and side.shape.tied:
         found[HEAD] = replace(found[EMBEDDING], name=HEAD)
     return found
+
+
+def _canonical(label: str, source: Source, joined: JoinedSketch, side: Side) -> Weight:
+    """Return the part of a native parameter that ``source`` names."""
+    whole = joined.whole
+    if joined.gap:
+        return Weight(label, whole.name, whole.shape, whole.dtype, whole.rows, joined.gap, joined.conflict)
+    by_rank = whole.axis == 0 and source.operation != "whole"
+    tables = [by_output(sketch) for sketch in (joined.shards if by_rank else [whole])]
+    try:
+        rows = OPERATIONS[source.operation]([tables], source.part, side.shape, 0)
+    except ProbeError:  # sizes that do not fit the config: compared as a whole, so that it shows as a difference
+        label, rows = f"{label} (unsplit)", whole.rows
+    is_expert = rows.ndim < tables[0].ndim
+    rows = rows.reshape(-1, rows.shape[-1])
+    shape = (len(rows), whole.shape[-1]) if is_expert else whole.shape
+    if len(whole.shape) < 3:
+        shape = (len(rows), *whole.shape[1:])
+    return Weight(label, whole.name, shape, whole.dtype, rows, conflict=joined.conflict)
 
 
 def compare_weights(a: dict[str, Weight], b: dict[str, Weight]) -> list[Finding]:
@@ -77,15 +97,32 @@ def compare_weights(a: dict[str, Weight], b: dict[str, Weight]) -> list[Finding]
 
 
 def _compare(a: Weight, b: Weight) -> Finding:
+    for side, weight in (("a", a), ("b", b)):
+        if weight.conflict:
+            return Finding(a.name, "different", f"is not the same on all ranks of {side}: {weight.conflict}")
+        if weight.gap:
+            return Finding(a.name, "missing", f"lacks a shard in {side}: {weight.gap}")
     if a.shape != b.shape:
-        kind = "is transposed" if a.shape == b.shape[::-1] else "has another shape"
-        return Finding(a.name, "different", f"{kind} ({list(a.shape)} in a, {list(b.shape)} in b)")
+        return Finding(a.name, "different", f"{_other_shape(a, b)} ({list(a.shape)} in a, {list(b.shape)} in b)")
     if _within(a.rows, b.rows, _exact_scale(a.rows), EXACT, EXACT):
         return Finding(a.name, "equal")
     coarser = coarser_dtype(a.dtype, b.dtype)
     if a.dtype != b.dtype and _within(a.rows, b.rows, _rounding_scale(a.rows, coarser), RMS_ROWS, WORST_ROW):
         return Finding(a.name, "rounded", coarser)
     return Finding(a.name, "different", _describe(a, b))
+
+
+def _other_shape(a: Weight, b: Weight) -> str:
+    """Say how two parameters of different shapes are related: transposed, one a shard of the other, or not at all."""
+    if a.shape == b.shape[::-1]:
+        return "is transposed"
+    (side, small), (_, large) = sorted((("a", a), ("b", b)), key=lambda entry: len(entry[1].rows))
+    count, total = len(small.rows), len(large.rows)
+    if a.shape[1:] == b.shape[1:] and count:
+        for start in range(0, total - count + 1, count):
+            if _close(small.rows, large.rows[start : start + count]):
+                return f"lacks a shard in {side}, which holds rows {start} to {start + count - 1} of {total} only"
+    return "has another shape"
 
 
 def _exact_scale(rows: np.ndarray) -> np.ndarray:

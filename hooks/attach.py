@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from probe.errors import CaptureError
-from probe.hooks.capture import Capture, refuse_compiled, unwrap
-from probe.hooks.engines.megatron import MegatronAdapter
+from probe.hooks.capture import Capture
+from probe.hooks.engines.megatron import MegatronAdapter, parallel_facts
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.transformers import BatchAdapter
-from probe.hooks.engines.vllm import VllmAdapter, find_runner, record_schedule
+from probe.hooks.engines.vllm import VllmAdapter, find_runner
+from probe.hooks.engines.vllm_parallel import place_of, refuse_unsupported
+from probe.hooks.engines.vllm_schedule import record_schedule
 from probe.hooks.runners.tokens import write_tokens
-from probe.hooks.weights import sketches
+from probe.hooks.weights import named_sketches
+from probe.hooks.wrappers import is_data_parallel, refuse_compiled, unwrap
 from probe.manifest import make_manifest, package_versions, write_manifest
 from probe.settings import Settings
-from probe.store.schema import MANIFEST_NAME, WeightSketch
+from probe.store.schema import AXES, MANIFEST_NAME
 from probe.store.writer import DumpWriter
 
 
@@ -64,13 +67,14 @@ def attach(model: Any, settings: Settings, step: int, rank: int, writer: DumpWri
     if kind.engine == "vllm" and runner is None:
         raise CaptureError("this vLLM model has no model runner in this process", "pass the LLM, or use 'probe dump'")
     stage = settings.stage or kind.stage
-    manifest = _manifest(kind, stage, unwrap(chunks[0]), runner, settings)
+    manifest = _manifest(kind, stage, chunks[0], runner, settings)
     if writer is not None:
         return _hook(chunks, adapter, writer, runner, settings, manifest)
     folder = Path(settings.dump_path)
     writer = open_writer(folder / stage / f"step{step}" / f"rank{rank}.h5", manifest, settings)
     try:
         adapter = make_adapter(kind, writer, runner, settings)
+        adapter.sequence_prefix = sequence_prefix(manifest, rank)
         for chunk in chunks:
             for weight in named_sketches(unwrap(chunk), adapter):
                 writer.add_weight(weight)
@@ -88,18 +92,6 @@ def open_writer(path: Path, manifest: dict[str, Any], settings: Settings) -> Dum
         return DumpWriter(path, manifest, block_bytes=settings.block_bytes)
     except OSError as error:
         raise CaptureError(f"cannot write {path} ({error.strerror or error})", "choose another dump_path") from None
-
-
-def named_sketches(chunk: torch.nn.Module, adapter: Any) -> Iterator[WeightSketch]:
-    """Yield the sketches of a model's parameters, named after their modules as the dump names those."""
-    modules = {native: adapter.module_path(native, m) for native, m in chunk.named_modules(remove_duplicate=False)}
-
-    def renamed(parameter: str) -> str:
-        native, _, leaf = parameter.rpartition(".")
-        return f"{modules.get(native) or native}.{leaf}".lstrip(".")
-
-    for weight in sketches(chunk):
-        yield replace(weight, name=renamed(weight.name), alias=renamed(weight.alias) if weight.alias else "")
 
 
 def _hook(
@@ -125,9 +117,35 @@ def make_adapter(kind: Kind, writer: DumpWriter, runner: Any, settings: Settings
     """Return the adapter that reads rows off this kind of model."""
     book = SequenceBook(writer)
     if kind.engine == "vllm":
-        return VllmAdapter(book, runner, prompts_only=settings.prompts_only)
+        refuse_unsupported(runner)
+        return VllmAdapter(book, runner, prompts_only=settings.prompts_only, place=place_of(runner))
     adapter = MegatronAdapter if kind.engine == "megatron" else BatchAdapter
     return adapter(book, prompts_only=settings.prompts_only)
+
+
+def sequence_prefix(manifest: dict[str, Any], rank: int) -> str:
+    """Return what goes before the names of sequences without a uid, so that no two of a dump share one by accident.
+
+    Ranks of one data-parallel group run other sequences (``d1.s0``), the other ranks of a group's member the same.
+    Where it is not known who shares what, every rank names its own (``r1.s0``).
+    """
+    if manifest["world_size"] == 1:
+        return ""
+    if manifest["coordinates"] is None:
+        return f"r{rank}."
+    return f"d{manifest['coordinates']['dp']}." if manifest["topology"]["dp"] != 1 else ""
+
+
+def _parallel(kind: Kind, model: torch.nn.Module, runner: Any, world: int) -> tuple[Any, Any]:
+    """Return the manifest's ``topology`` and ``coordinates``, None each where nothing says who shares the model."""
+    if kind.engine == "vllm":
+        place = place_of(runner)
+        return place.topology, place.coordinates
+    if kind.engine == "megatron":
+        return parallel_facts(unwrap(model))
+    if world > 1 and is_data_parallel(model, world):
+        return {**dict.fromkeys(AXES, 1), "dp": world}, {**dict.fromkeys(AXES, 0), "dp": torch.distributed.get_rank()}
+    return None, None
 
 
 def complete(writer: DumpWriter, adapter: Any, manifest: dict[str, Any]) -> None:
@@ -142,10 +160,13 @@ def complete(writer: DumpWriter, adapter: Any, manifest: dict[str, Any]) -> None
         return
     path = writer.close()
     if manifest["world_size"] == 1 and adapter.book.sequences:
-        write_tokens(path.parent, manifest, adapter.logits)
+        write_tokens(path.parent, manifest, adapter.logits, known=adapter.known_tokens())
 
 
 def _manifest(kind: Kind, stage: str, model: torch.nn.Module, runner: Any, settings: Settings) -> dict[str, Any]:
+    world = _world_size()
+    topology, coordinates = _parallel(kind, model, runner, world)
+    model = unwrap(model)
     config, path = _config(model, runner)
     architecture = (config.get("architectures") or [type(model).__name__])[0]
     version = package_versions().get(kind.package, torch.__version__ if kind.engine == "module" else "")
@@ -157,7 +178,9 @@ def _manifest(kind: Kind, stage: str, model: torch.nn.Module, runner: Any, setti
         {"path": path, "architecture": architecture, "config": config, "config_source": "object"},
         dtype=str(parameter.dtype).removeprefix("torch."),
         device=parameter.device.type,
-        world_size=_world_size(),
+        world_size=world,
+        topology=topology,
+        coordinates=coordinates,
         prompts_only=settings.prompts_only,
         task=settings.task,
         sampling={},
@@ -183,6 +206,7 @@ def _config(model: torch.nn.Module, runner: Any) -> tuple[dict[str, Any], str]:
         return config.to_dict(), str(getattr(config, "_name_or_path", ""))
     if hasattr(config, "num_query_groups"):
         found = {hf: getattr(config, name, None) for hf, name in _MEGATRON_CONFIG.items()}
+        found = {hf: value for hf, value in found.items() if value is not None}
         return found | {"vocab_size": getattr(model, "vocab_size", 0)}, ""
     return {}, ""
 
@@ -195,4 +219,12 @@ _MEGATRON_CONFIG = {
     "num_key_value_heads": "num_query_groups",
     "head_dim": "kv_channels",
     "rms_norm_eps": "layernorm_epsilon",
+    "normalization": "normalization",
+    "layernorm_zero_centered_gamma": "layernorm_zero_centered_gamma",
+    "num_experts": "num_moe_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
 }
+"""Hugging Face's word for a setting -> Megatron's attribute; those that a configuration lacks are left out."""

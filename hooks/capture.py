@@ -1,23 +1,30 @@
 """Hook every module of a model and hand what passes through it, row by row, to a dump writer.
 
 Every tensor is copied inside the hook, before the engine can overwrite it in place. Copies reach the writer when the
-next call starts or the capture stops, so that an accelerator's transfers overlap the forward.
+next call starts or the capture stops, so that an accelerator's transfers overlap the forward. No hook ever calls a
+collective: each rank stores what it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from probe.errors import CaptureError
 from probe.hooks.device import HostTransfer, dtype_name, indexable
-from probe.hooks.rows import CallRows
+from probe.hooks.engines.transformers import bind_arguments
+from probe.hooks.repeats import Repeats
+from probe.hooks.rows import CallRows, Place
+from probe.hooks.taps import tap
+from probe.hooks.tensors import outputs_of, plain, results_of, tensors_in
+from probe.hooks.wrappers import entries, is_wrapper, recomputing, refuse_compiled, strip_wrappers
 from probe.settings import Settings
+from probe.store.checksums import row_checksums
 from probe.store.dtypes import DTYPES
-from probe.store.schema import ROW, ModuleInfo, RowSegment
+from probe.store.schema import CHECKSUM, REPLICATED, ROW, ModuleInfo, RowSegment
 from probe.store.writer import DumpWriter
 
 SCALARS = (
@@ -29,7 +36,7 @@ SCALARS = (
 ROWLESS_BYTES = 1 << 20
 """A tensor without a token axis (masks, attention probabilities) is stored up to this size: it grows with the square of
 the length and no comparison by token can use it. Larger ones are listed with their module as left out, and so are
-tensors of a dtype that a dump cannot hold (complex numbers)."""
+tensors of a dtype that a dump cannot hold (complex numbers) or without rows to gather (nested, sparse)."""
 PENDING_BYTES = 256 << 20
 """Copies of a running forward that may wait in host memory before they are handed to the writer."""
 
@@ -40,6 +47,9 @@ class EngineAdapter(Protocol):
     name: str
     runs_after_forward: bool
     """Whether modules that belong to a call run after the model's own forward has returned."""
+    tp_rank: int
+    tp_size: int
+    """This process's number among the ranks of its tensor-parallel (TP) group, and how many those are."""
 
     def module_path(self, path: str, module: torch.nn.Module) -> str | None:
         """Return the module's path in the dump, or None for a module that is not hooked."""
@@ -53,33 +63,38 @@ class EngineAdapter(Protocol):
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> Any:
         """Return the call's row numbers that a tensor holds when it holds only some of them, else None."""
 
+    def shard_of(self, path: str, slot: str) -> str:
+        """Return how a tensor lies over the TP ranks: one of probe.store.schema.SHARDS, never CHECKSUM."""
+
+    def taps(self, path: str, module: torch.nn.Module) -> dict[str, str]:
+        """Return the methods of a module whose results are recorded, and the slot of each."""
+
+    def facts(self, path: str) -> dict[str, Any]:
+        """Return what the engine knows of a module's runs beyond its scalars (JSON values)."""
+
     def end_call(self, output: Any) -> None:
         """Take note of the output of a forward that has ended."""
 
 
-def tensors_in(value: Any, slot: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (slot, tensor) for every tensor in nested tuples, lists and dicts; parameters are left out."""
-    if isinstance(value, torch.Tensor):
-        if not isinstance(value, torch.nn.Parameter):
-            yield slot, value
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from tensors_in(item, f"{slot}.{number}")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{slot}.{key}")
+@dataclass
+class _Run:
+    """One run of a module: its path, and the name its tensors get once one of them shows which rows it holds."""
+
+    module: torch.nn.Module
+    path: str
+    name: str | None = None
 
 
-def outputs_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a module's outputs as output.0, output.1, ... whether it returned one tensor or several."""
-    yield from tensors_in(value if isinstance(value, list | tuple | dict) else (value,), "output")
+@dataclass(frozen=True)
+class _Copy:
+    """Rows on their way to the writer."""
 
-
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside wrappers (DDP, Float16Module, ...) that hold it in ``module`` and nothing else."""
-    while [name for name, _ in model.named_children()] == ["module"]:
-        model = model.module
-    return model
+    name: str
+    slot: str
+    dtype: str
+    arrival: Any
+    segment: RowSegment
+    shard: str
 
 
 class Capture:
@@ -91,170 +106,209 @@ class Capture:
         self.calls = 0
         self.fired: set[str] = set()
         self._call: CallRows | None = None
-        self._handles: list[Any] = []
-        self._pending: list[tuple[str, str, str, Any, RowSegment]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._pending: list[_Copy] = []
         self._pending_bytes = 0
-        self._inside = False
-        self._running: list[tuple[torch.nn.Module, str]] = []
+        self._root: torch.nn.Module | None = None
+        self._running: list[_Run] = []
+        self._repeats = Repeats()
         self._order: dict[str, int] = {}
         self._transfer = HostTransfer()
         self._modules: dict[str, torch.nn.Module] = {}
+        self._names: dict[str, str] = {}
         self._left_out: dict[str, dict[str, list[int]]] = {}
 
     def attach(self, models: torch.nn.Module | list[torch.nn.Module]) -> int:
         """Hook every module and return how many; raise CaptureError for a compiled model, whose hooks never fire."""
-        chunks = [unwrap(chunk) for chunk in (models if isinstance(models, list | tuple) else [models])]
+        chunks = list(models) if isinstance(models, list | tuple) else [models]
         refuse_compiled(chunks)
         for number, chunk in enumerate(chunks):
-            self._attach_chunk(chunk, number)
+            self._attach_chunk(entries(chunk), number)
         return len(self._modules)
 
     def detach(self) -> None:
         """Remove every hook and hand the last call's tensors and the list of modules to the writer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._undo:
+            self._undo.pop()()
         self._drain()
-        self._call = None
-        for path, module in self._modules.items():
-            if path in self.fired:
-                info = _scalars(module)
-                if path in self._left_out:
-                    info["left_out"] = self._left_out[path]
-                self.writer.add_module(ModuleInfo(path, type(module).__name__, self._order[path], info))
+        self._call = self._root = None
+        for name, path in self._names.items():
+            if name in self.fired:
+                module = self._modules[path]
+                info = _scalars(module) | self.adapter.facts(path)
+                if name in self._left_out:
+                    info["left_out"] = self._left_out[name]
+                self.writer.add_module(ModuleInfo(name, type(module).__name__, self._order[name], info))
         self._modules.clear()
 
     def store(self, path: str, slot: str, tensor: torch.Tensor) -> None:
         """Store a tensor that no hook sees, with the rows of the running or last call (without rows before any)."""
-        self._record(path, slot, tensor, self._call or CallRows(np.zeros((0, 0), ROW), -1))
+        call = self._call or CallRows(np.zeros((0, 0), ROW), -1)
+        for _, value, place in self._placed(path, [(slot, tensor)], call):
+            self._record(path, path, slot, value, place, call)
 
     @property
     def _recording(self) -> bool:
-        return self._call is not None and (self._inside or self.adapter.runs_after_forward)
+        return self._call is not None and (self._root is not None or self.adapter.runs_after_forward)
 
-    def _attach_chunk(self, root: torch.nn.Module, number: int) -> None:
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def _attach_chunk(self, chain: list[torch.nn.Module], number: int) -> None:
+        root = chain[-1]
         taken = set(self._modules)  # chunks of one pipeline stage repeat the names of their containers
         aliases: dict[int, tuple[torch.nn.Module, list[str]]] = {}
         for native, module in root.named_modules(remove_duplicate=False):
-            path = self.adapter.module_path(native, module)
+            path = None if is_wrapper(module) else self.adapter.module_path(strip_wrappers(native), module)
             if path is not None:
                 path = f"chunk{number}.{path}".rstrip(".") if path in taken else path
                 aliases.setdefault(id(module), (module, []))[1].append(path)
+        for entry in chain:
+            self._undo.append(entry.register_forward_pre_hook(self._begin(chain), with_kwargs=True).remove)
         for module, paths in aliases.values():
-            for path in paths:
-                self._modules.setdefault(path, module)
-            resolve = self._resolver(paths)
-            enter = self._enter_root(resolve) if module is root else self._enter(resolve)
-            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave(module is root), with_kwargs=True))
-        self._handles.append(root.register_forward_hook(self._end, always_call=True))
+            self._attach_module(module, paths, module is root)
+        for entry in chain:
+            self._undo.append(entry.register_forward_hook(self._end, always_call=True).remove)
+
+    def _attach_module(self, module: torch.nn.Module, paths: list[str], is_root: bool) -> None:
+        for path in paths:
+            self._modules.setdefault(path, module)
+        resolve = self._resolver(paths)
+        self._undo.append(module.register_forward_pre_hook(self._enter(resolve), with_kwargs=True).remove)
+        self._undo.append(module.register_forward_hook(self._leave(is_root), with_kwargs=True).remove)
+        for method, slot in self.adapter.taps(paths[0], module).items():
+            self._undo.append(tap(module, method, self._tapped(module, resolve, slot)))
 
     def _resolver(self, paths: list[str]) -> Callable[[], str]:
         """Return how to name a module now: one shared by several parents is named after the parent that runs."""
         if len(paths) == 1:
             return lambda: paths[0]
         by_parent = {path.rpartition(".")[0]: path for path in paths}
-        return lambda: next((by_parent[name] for _, name in reversed(self._running) if name in by_parent), paths[0])
+        return lambda: next((by_parent[run.path] for run in reversed(self._running) if run.path in by_parent), paths[0])
 
-    def _enter_root(self, resolve: Callable[[], str]) -> Callable[..., None]:
-        enter = self._enter(resolve)
-
+    def _begin(self, chain: list[torch.nn.Module]) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if recomputing() or (module is not self._root and any(entry is self._root for entry in chain)):
+                return  # inside the wrapper whose forward has begun the call
             self._drain()
             self._running.clear()
-            self._call = self.adapter.begin_call(module, args, kwargs)
-            self._inside = True
+            self._repeats.clear()
+            self._root = module
+            if module is not chain[-1]:
+                args, kwargs = (), bind_arguments(module, args, kwargs)
+            self._call = self.adapter.begin_call(chain[-1], args, kwargs)
             if self._call is not None:
                 self.calls += 1
-            enter(module, args, kwargs)
 
         return hook
 
+    def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Note that the model's forward has ended, also when it raised."""
+        if not recomputing() and module is self._root:
+            self._root = None
+            self._running.clear()
+
     def _enter(self, resolve: Callable[[], str]) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            path = resolve()
-            self._running.append((module, path))
-            if not self._recording:
+            if recomputing():
                 return
-            self._order.setdefault(path, len(self._order))
-            for slot, tensor in tensors_in(args, "input"):
-                self._hooked(path, slot, tensor)
-            for slot, tensor in tensors_in(kwargs, "kwargs"):
-                self._hooked(path, slot, tensor)
+            run = _Run(module, resolve())
+            self._running.append(run)
+            if self._recording:
+                self._hooked(run, [*tensors_in(args, "input"), *tensors_in(kwargs, "kwargs")], "input")
 
         return hook
 
     def _leave(self, is_root: bool) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            path = self._left(module)
-            if path is None or not self._recording:
+            if recomputing():
                 return
-            self.fired.add(path)
-            for slot, tensor in outputs_of(output):
-                self._hooked(path, slot, tensor)
+            run = self._left(module)
+            if run is None or not self._recording:
+                return
+            self._hooked(run, outputs_of(output), "output")
+            self.fired.add(run.name or run.path)
             if is_root:
                 self.adapter.end_call(output)
 
         return hook
 
-    def _hooked(self, path: str, slot: str, tensor: torch.Tensor) -> None:
-        if self._call is not None and self.settings.wants(path, slot):
-            self._record(path, slot, tensor, self._call)
+    def _tapped(self, module: torch.nn.Module, resolve: Callable[[], str], slot: str) -> Callable[[Any], None]:
+        def record(result: Any) -> None:
+            if self._recording and not recomputing():
+                run = next((run for run in reversed(self._running) if run.module is module), None)
+                if run is None:  # called from outside the module's forward
+                    path = resolve()
+                    run = _Run(module, path, path)
+                    self.fired.add(path)
+                self._hooked(run, results_of(result, slot), "output")
 
-    def _left(self, module: torch.nn.Module) -> str | None:
-        """Return the name under which ``module`` was entered; children that an exception ended are forgotten."""
+        return record
+
+    def _left(self, module: torch.nn.Module) -> _Run | None:
+        """Return the run with which ``module`` was entered; children that an exception ended are forgotten."""
         while self._running:
-            entered, path = self._running.pop()
-            if entered is module:
-                return path
+            run = self._running.pop()
+            if run.module is module:
+                return run
         return None
 
-    def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Note that the model's forward has ended, also when it raised."""
-        self._inside = False
-        self._running.clear()
+    # -- tensors ------------------------------------------------------------------------------------------------------
 
-    def _record(self, path: str, slot: str, tensor: torch.Tensor, call: CallRows) -> None:
-        dtype, tensor = dtype_name(tensor), indexable(tensor.detach())
-        taken = self._taken(path, slot, tensor, call) if dtype in DTYPES else None
-        if taken is None:
-            self._left_out.setdefault(path, {})[slot] = list(tensor.shape)
+    def _hooked(self, run: _Run, tensors: Iterable[tuple[str, torch.Tensor]], kind: str) -> None:
+        """Record a run's tensors; the first ones with rows decide whether it repeats an earlier run."""
+        call = self._call
+        if call is None:
             return
-        copy, segment = taken
-        if len(segment.rows):
-            self._pending.append((path, slot, dtype, self._transfer.send(copy), segment))
-            self._pending_bytes += copy.nbytes
-            if self._pending_bytes > PENDING_BYTES:
-                self._drain()
+        placed = self._placed(run.path, tensors, call)
+        if run.name is None:
+            run.name = self._repeats.name(run.path, [place for _, _, place in placed if place is not None])
+        name = run.name or run.path
+        self._names.setdefault(name, run.path)
+        self._order.setdefault(name, len(self._order))
+        if self.settings.wants(run.path, kind):
+            for slot, tensor, place in placed:
+                self._record(run.path, name, slot, tensor, place, call)
 
-    def _taken(
-        self, path: str, slot: str, tensor: torch.Tensor, call: CallRows
-    ) -> tuple[torch.Tensor, RowSegment] | None:
-        """Return a copy of the stored rows of a tensor and which they are; None for one too large without rows."""
-        flat_rows = self.adapter.partial_rows(path, slot, tensor)
-        if flat_rows is not None:
-            chosen, segment = call.subset(flat_rows)
-            rows = tensor.reshape(len(flat_rows), tensor.shape[-1])
-            return rows[torch.from_numpy(chosen).to(tensor.device)], segment
-        layout = call.layout_of(tensor.shape, self.adapter.preferred_layouts(path, slot))
-        if layout is not None:
-            return call.gather(tensor, layout), call.segment
-        return None if tensor.nbytes > ROWLESS_BYTES else (tensor.clone()[None], call.whole)
+    def _placed(
+        self, path: str, tensors: Iterable[tuple[str, torch.Tensor]], call: CallRows
+    ) -> list[tuple[str, torch.Tensor, Place | None]]:
+        """Return each tensor with where its rows lie; None for one that cannot be stored."""
+        placed: list[tuple[str, torch.Tensor, Place | None]] = []
+        for slot, tensor in tensors:
+            values = plain(tensor)
+            if values is None or dtype_name(values) not in DTYPES:
+                placed.append((slot, tensor, None))
+                continue
+            partial = self.adapter.partial_rows(path, slot, values)
+            place = call.place_of(values.shape, self.adapter.preferred_layouts(path, slot), partial)
+            if place is not None and not place.has_rows and values.nbytes > ROWLESS_BYTES:
+                place = None
+            placed.append((slot, values, place))
+        return placed
+
+    def _record(
+        self, path: str, name: str, slot: str, tensor: torch.Tensor, place: Place | None, call: CallRows
+    ) -> None:
+        if place is None:
+            self._left_out.setdefault(name, {})[slot] = [] if tensor.is_nested else list(tensor.shape)
+            return
+        copy, segment = call.take(indexable(tensor), place)
+        if not len(segment.rows):
+            return
+        shard = self.adapter.shard_of(path, slot) if self.adapter.tp_size > 1 else ""
+        self._pending.append(_Copy(name, slot, dtype_name(tensor), self._transfer.send(copy), segment, shard))
+        self._pending_bytes += copy.nbytes
+        if self._pending_bytes > PENDING_BYTES:
+            self._drain()
 
     def _drain(self) -> None:
         pending, self._pending, self._pending_bytes = self._pending, [], 0
-        for path, slot, dtype, arrival, segment in pending:
-            has_rows = bool(segment.rows["position"][0] >= 0)
-            self.writer.append(path, slot, self._transfer.arrive(arrival), dtype, segment, has_rows=has_rows)
-
-
-def refuse_compiled(chunks: list[torch.nn.Module]) -> None:
-    """Raise CaptureError when a model, or any module in it, is compiled: hooks inside it would never fire."""
-    for chunk in chunks:
-        for path, module in chunk.named_modules():
-            if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-                where = f"module {path}" if path else "the model"
-                raise CaptureError(f"{where} is compiled, so hooks inside it would never fire", "dump it uncompiled")
+        for copy in pending:
+            array, dtype, shard = self._transfer.arrive(copy.arrival), copy.dtype, copy.shard
+            if shard == REPLICATED and self.adapter.tp_rank > 0:
+                array, dtype, shard = row_checksums(array), "uint64", CHECKSUM
+            has_rows = bool(copy.segment.rows["position"][0] >= 0)
+            self.writer.append(copy.name, copy.slot, array, dtype, copy.segment, has_rows=has_rows, shard=shard)
 
 
 def _scalars(module: torch.nn.Module) -> dict[str, Any]:

@@ -92,26 +92,39 @@ class PrecisionDebugger:
         prompt_lens: SequenceOf[int] | None = None,
         lengths: SequenceOf[int] | None = None,
         uids: SequenceOf[str] | None = None,
+        samples: SequenceOf[int] | None = None,
+        trajectories: SequenceOf[str] | None = None,
+        weight_version: int = 0,
     ) -> None:
-        """Say which sequences the batch rows of the next forwards are; lists have one entry per row."""
+        """Say which sequences the batch rows of the next forwards are; lists have one entry per row.
+
+        ``samples`` number the responses to one prompt, whose ``uids`` are then equal; ``trajectories`` name what
+        several sequences are pieces of; ``weight_version`` counts the weight updates that the model had received.
+        """
         if self._capture is None:
             return
         from probe.hooks.rows import Announced
 
-        given = [x for x in (prompt_lens, lengths, uids) if x is not None]
+        given = [x for x in (prompt_lens, lengths, uids, samples, trajectories) if x is not None]
         if not given:
             raise UsageError("announce was told nothing", "give prompt_lens, lengths or uids")
         if len({len(x) for x in given}) != 1:
             raise UsageError("prompt_lens, lengths and uids differ in length", "give one entry per batch row")
-        known = len(self._adapter.book.sequences)
-        rows: list[Announced] = [
-            Announced(
-                uid=str(uids[i]) if uids is not None else f"s{known + i}",
-                prompt_len=int(prompt_lens[i]) if prompt_lens is not None else None,
-                length=int(lengths[i]) if lengths is not None else None,
+        first = len(self._adapter.book.sequences)
+        rows: list[Announced] = []
+        for i in range(len(given[0])):
+            uid = str(uids[i]) if uids is not None else f"{self._adapter.sequence_prefix}s{first + i}"
+            sample = int(samples[i]) if samples is not None else 0
+            rows.append(
+                Announced(
+                    uid=f"{uid}.s{sample}" if uids is not None and samples is not None else uid,
+                    prompt_len=int(prompt_lens[i]) if prompt_lens is not None else None,
+                    length=int(lengths[i]) if lengths is not None else None,
+                    sample=sample,
+                    trajectory=str(trajectories[i]) if trajectories is not None else uid,
+                    weight_version=weight_version,
+                )
             )
-            for i in range(len(given[0]))
-        ]
         self._adapter.announce(rows)
 
     def stop(self) -> None:

@@ -96,20 +96,22 @@ class Checkpoint:
         """Return the shape of a tensor without reading its data."""
         return self._stored(name).shape
 
-    def tensor(self, name: str) -> np.ndarray:
-        """Read one tensor into memory.
+    def tensor(self, name: str, entry: int | None = None) -> np.ndarray:
+        """Read one tensor into memory, or only one ``entry`` of its first axis.
 
         bfloat16 and float8 are widened exactly to float32; every other dtype is returned as stored.
         Raises CheckpointError for an unknown name or a file shortened since it was opened.
         """
         stored = self._stored(name)
         carrier = stored_dtype(stored.dtype).carrier.newbyteorder("<")
-        count = math.prod(stored.shape)
-        data = np.fromfile(stored.file, carrier, count=count, offset=stored.start)
+        shape = stored.shape if entry is None else stored.shape[1:]
+        count = math.prod(shape)
+        start = stored.start + (entry or 0) * count * carrier.itemsize
+        data = np.fromfile(stored.file, carrier, count=count, offset=start)
         if data.size != count:
             raise CheckpointError(f"{stored.file} is truncated inside tensor {name!r}", "copy the file again")
         native = data.astype(carrier.newbyteorder("="), copy=False)
-        return widen(native, stored.dtype).reshape(stored.shape)
+        return widen(native, stored.dtype).reshape(shape)
 
     def _stored(self, name: str) -> StoredTensor:
         """Look a tensor up by name."""

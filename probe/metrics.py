@@ -26,7 +26,8 @@ MANTISSA_BITS = {
 """Explicit mantissa bits of the floating dtypes, the measure of which of two is coarser."""
 
 ROW_NORM_FLOOR = 0.01
-"""A row's norm counts as at least this share of the median row norm, so that nearly zero rows cannot raise an alarm."""
+"""A row's norm counts as at least this share of the median row norm, so that nearly zero rows cannot raise an alarm;
+where rows have few features, of which one alone may come out near zero, as at least one over their number."""
 
 
 def coarser_dtype(*names: str) -> str:
@@ -131,7 +132,8 @@ class PairMetrics:
       (row, feature) ``max_abs_at``;
     * ``one_minus_cos`` = (sum d^2 - (|x| - |y|)^2) / (2 |x| |y|), which does not cancel as 1 - x.y / (|x| |y|) does;
     * ``norm_ratio`` = |x| / |y|; ``ulp_p50``, ``ulp_p99`` = quantiles of the ULP distance in ``ulp_dtype``;
-    * ``row_rel_l2`` = float64 [rows], each row's |d| / |y| with the row norm raised to ROW_NORM_FLOOR of the median;
+    * ``row_rel_l2`` = float64 [rows], each row's |d| / |y| with the row norm raised to ROW_NORM_FLOOR of the median
+      (to 1 / features of it where that is more);
       ``row_mismatch`` = bool [rows], rows with a non-finite value on one side only.
 
     A figure that has no value (no pair, zero norm) is NaN.
@@ -180,6 +182,7 @@ class PairMeasure:
         self._row_d2, self._row_x2, self._row_y2 = np.zeros(rows), np.zeros(rows), np.zeros(rows)
         self._row_mismatch = np.zeros(rows, bool)
         self._pairs = self._mismatch = 0
+        self._features = 1
         self._nan, self._inf = [0, 0], [0, 0]
         self._max, self._max_at = 0.0, (0, 0)
         self._ulps = UlpHistogram()
@@ -190,6 +193,7 @@ class PairMeasure:
             raise ValueError(f"blocks of shapes {x.shape} and {y.shape} cannot be paired")
         count = len(x)
         x, y = x.reshape(count, -1), y.reshape(count, -1)
+        self._features = max(1, x.shape[1])
         step = max(1, BLOCK_VALUES // max(1, x.shape[1]))
         for start in range(0, count, step):
             stop = min(start + step, count)
@@ -263,7 +267,7 @@ class PairMeasure:
         if not self.rows:
             return np.zeros(0)
         reference = np.where(self._row_y2 > 0, self._row_y2, self._row_x2)
-        floor = ROW_NORM_FLOOR**2 * float(np.median(reference))
+        floor = max(ROW_NORM_FLOOR, 1 / self._features) ** 2 * float(np.median(reference))
         scale = np.maximum(reference, floor)
         return np.sqrt(np.divide(self._row_d2, scale, out=np.zeros_like(scale), where=scale > 0))
 

@@ -95,16 +95,22 @@ def load_settings(
     return Settings(**{key: _convert(key, value) for key, value in values.items()})
 
 
-def _from_file(path: Path, task: Any) -> dict[str, Any]:
+def read_object(path: Path, kind: str, example: str) -> dict[str, Any]:
+    """Return the object in a json or yaml file; raise UsageError, naming the ``kind`` of file, where it holds none."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"the config file {path} cannot be read ({error.strerror})", "check its path") from None
+        raise UsageError(f"the {kind} file {path} cannot be read ({error.strerror})", "check its path") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"the config file {path} is not UTF-8 text ({error.reason})", "save it as UTF-8") from None
-    values = _parse_yaml(path, text) if path.suffix in (".yaml", ".yml") else _parse_json(path, text)
+        raise UsageError(f"the {kind} file {path} is not UTF-8 text ({error.reason})", "save it as UTF-8") from None
+    values = _parse_yaml(path, kind, text) if path.suffix in (".yaml", ".yml") else _parse_json(path, kind, text)
     if not isinstance(values, dict):
-        raise UsageError(f"the config file {path} does not hold an object", 'write {"dump_path": "..."}')
+        raise UsageError(f"the {kind} file {path} does not hold an object", f"write {example}")
+    return values
+
+
+def _from_file(path: Path, task: Any) -> dict[str, Any]:
+    values = read_object(path, "config", '{"dump_path": "..."}')
     # msProbe's files keep the options of each task under the task's own name
     options = values.get(str(task or values.get("task") or Settings.task))
     merged = {k: v for k, v in values.items() if not isinstance(v, dict) and k not in MSPROBE_IGNORED}
@@ -116,23 +122,23 @@ def _from_file(path: Path, task: Any) -> dict[str, Any]:
     return merged
 
 
-def _parse_json(path: Path, text: str) -> Any:
+def _parse_json(path: Path, kind: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"the config file {path} is not valid JSON ({error})", "correct it") from None
+        raise UsageError(f"the {kind} file {path} is not valid JSON ({error})", "correct it") from None
 
 
-def _parse_yaml(path: Path, text: str) -> Any:
+def _parse_yaml(path: Path, kind: str, text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise UsageError(f"reading {path} needs PyYAML", "pip install pyyaml, or write the settings as JSON") from None
+        raise UsageError(f"reading {path} needs PyYAML", "pip install pyyaml, or write it as JSON") from None
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise UsageError(f"the config file {path} is not valid YAML ({reason})", "correct it") from None
+        raise UsageError(f"the {kind} file {path} is not valid YAML ({reason})", "correct it") from None
 
 
 def _convert(key: str, value: Any) -> Any:

@@ -14,7 +14,61 @@ FAMILIES = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
 }
+"""Family -> names of its configuration and model classes in transformers."""
+
+EXPERTS = 4
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+    },
+    "qwen3_moe": {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+    },
+    # the cap on attention scores is left out: transformers' sdpa kernel, its default, does not apply it
+    "gemma2": {"sliding_window": 64, "query_pre_attn_scalar": 16, "attn_logit_softcapping": None},
+    "gemma3": {"sliding_window": 64, "query_pre_attn_scalar": 16},
+    # one dense layer and one of experts, queries through a low-rank projection
+    "deepseek_v3": {
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+        "head_dim": 32,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+    },
+}
+"""What a family's configuration needs beyond the common sizes."""
 
 
 def make_checkpoint(
@@ -58,9 +112,9 @@ def make_checkpoint(
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if family == "mistral":
-        settings["sliding_window"] = None
-    model = model_class(config_class(**{**settings, **config})).float()
+    if family == "gemma3":  # one rope for each kind of layer, both at their defaults
+        del settings["rope_parameters"]
+    model = model_class(config_class(**{**settings, **SETTINGS.get(family, {}), **config})).float()
     _randomise(model, torch.Generator().manual_seed(seed))
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
     return Path(path)

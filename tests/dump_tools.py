@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from probe.errors import DumpError
 from probe.store.reader import open_dump
-from probe.store.schema import ROW, RowSegment, Sequence
+from probe.store.schema import AXES, ROW, RowSegment, Sequence
 from probe.store.writer import DumpWriter
 
 MANIFEST: dict[str, Any] = {"schema": 1, "stage": "rollout", "engine": {"name": "module", "version": "1"}}
@@ -32,6 +33,27 @@ def open_writer(folder: Path, rank: int = 0, sequences: int = 1, **sizes: int) -
     writer = DumpWriter(rank_file(folder, rank), MANIFEST, **sizes)
     for number in range(sequences):
         writer.add_sequence(Sequence(0, uid=f"s{number}", prompt_len=2, length=4))
+    return writer
+
+
+def open_rank(
+    folder: Path,
+    sequences: SequenceOf[Sequence] | None = None,
+    *,
+    sizes: dict[str, int] | None = None,
+    at: dict[str, int] | None = None,
+    manifest: dict[str, Any] | None = None,
+    **settings: int,
+) -> DumpWriter:
+    """Return a writer of one rank's file: ``sizes`` and ``at`` give the axes of the topology that are not 1 and 0."""
+    sizes, at = {**dict.fromkeys(AXES, 1), **(sizes or {})}, {**dict.fromkeys(AXES, 0), **(at or {})}
+    number = 0
+    for axis in AXES:
+        number = number * sizes[axis] + at[axis]
+    about = {**MANIFEST, "topology": {**sizes, "vpp": 1, "sp": False}, "coordinates": at, **(manifest or {})}
+    writer = DumpWriter(rank_file(folder, number), about, **settings)
+    for sequence in [Sequence(0, uid="s0", prompt_len=2, length=4)] if sequences is None else sequences:
+        writer.add_sequence(replace(sequence))
     return writer
 
 

@@ -146,6 +146,15 @@ def _gates(**changed: tuple[str, str]) -> list[dict[str, str]]:
     return gates
 
 
+def _basis(entries: list[dict[str, Any]], total: int) -> str:
+    divergent = sum(entry["verdict"] == "divergent" for entry in entries)
+    return f"divergent in {divergent} of {total} tensors" if divergent else f"consistent on {total} tensors"
+
+
+def _words(headline: str, details: str) -> dict[str, str]:
+    return {"headline": headline, "summary": f"{headline.capitalize()}. {details}"}
+
+
 def _not_built(what: str) -> dict[str, str]:
     return {"status": "not built", "detail": what}
 
@@ -164,8 +173,11 @@ def make_report(
         "schema": 1, "probe": "0.1.0", "created": "2026-03-04T05:06:07+00:00",
         "a": _side("rollout", "vllm", "0.32.0", len(names) - 4), "b": _side("actor", "megatron", "0.16.1", len(names)),
         "verdict": "divergent" if broken else "consistent",
-        "summary": "All compared tensors lie within the noise of float32: the two engines agree, and what differs in "
-        "the log-probs is rounding.",
+        **_words(
+            f"{_basis(entries, len(names))}; 1 norm not comparable (fused)",
+            "All compared tensors lie within the noise of float32: the two engines agree, and what differs in the "
+            "log-probs is rounding.",
+        ),
         "not_compared": ["The last generated token of each sequence never enters the rollout's forward (6 rows)."],
         "gates": _gates(environment=("warn", "torch differs: 2.13.0 against 2.12.1")),
         "coverage": {
@@ -176,9 +188,14 @@ def make_report(
                              "reason": "fused into the next linear layer by Transformer Engine"}],
             "auxiliary_a": [{"name": f"model.layers.{i}.self_attn.attn", "slot": "output.0",
                              "reason": "the same tensor as o_proj input.0"} for i in range(layers)],
-            "auxiliary_b": [], "rows_joined": 242, "rows_only_a": 0, "rows_only_b": 0, "rows_not_executed": 6,
+            "auxiliary_b": [],
+            "rows": {"joined": 242, "a": {}, "b": {"not_executed": 6, "prefix_cache": 16},
+                     "recomputed": {"a": {"rows": 0, "differing": 0}, "b": {"rows": 0, "differing": 0}}},
+            "fewer_rows": [{"name": "lm_head", "slot": "output.0", "rows": 192, "missing": 50, "lacking_a": 50,
+                            "lacking_b": 0}],
+            "shares": {"tensors": 0.98, "rows": 1.0, "asked": 0.9},
         },
-        "layers": entries, "first_divergence": None,
+        "layers": entries, "first_divergence": None, "moe": None,
         "suspects": _not_built("causes are not diagnosed in this version"), "tokens": _tokens(rng, strips),
         "ppo": _not_built("the effect on the PPO update is not computed in this version"),
         "environment": [
@@ -197,10 +214,11 @@ def make_report(
 def _mark_broken(report: Report, key: tuple[str, str]) -> Report:
     name, slot = key
     report["first_divergence"] = {"name": name, "slot": slot, "position": 3, "sequence": "p0.s0"}
-    report["summary"] = (
+    report |= _words(
+        report["headline"],
         f"The runs part at {name} ({slot}), first at position 3 of p0.s0: relative L2 error 0.2 against a noise floor "
         "of 2e-06. Everything before it is consistent and the weights are equal, so look at the configuration and the "
-        "kernel of this module."
+        "kernel of this module.",
     )
     report["next_commands"] = [f"probe show probe-demo/{stage} {name}" for stage in ("rollout", "actor")]
     return report
@@ -244,7 +262,7 @@ def incomparable() -> Report:
     """Two dumps without a common token: nothing was measured."""
     report = empty()
     report["verdict"] = "incomparable"
-    report["summary"] = "The two dumps share no token sequence, so nothing was compared."
+    report |= _words("incomparable: nothing was compared", "The two dumps share no token sequence.")
     report["not_compared"] = ["every tensor: no common sequence", "log-probs: no common sequence"]
     report["gates"] = _gates(tokens=("fail", "0 of 6 sequences agree"), weights=("skipped", "no sketch on side a"))
     return report

@@ -177,7 +177,7 @@ def sketch(name: str, weight: np.ndarray, dtype: str) -> WeightSketch:
     return WeightSketch(name, weight.shape, dtype, rows, quad)
 
 
-def _modules(native: Iterable[tuple[str, str]], layout: str, model: Tiny) -> list[ModuleInfo]:
+def modules_of(native: Iterable[tuple[str, str]], layout: str, model: Tiny) -> list[ModuleInfo]:
     modules = []
     for order, path in enumerate(dict.fromkeys(module for module, _ in native)):
         info: dict[str, Any] = {"eps": model.eps} if "norm" in path else {}
@@ -240,20 +240,20 @@ def write_dump(path: Path, scenario: Scenario, sequences: list[tuple[str, np.nda
         runs.append(forward.run(ids))
     native = [convert(run, scenario.model) for run in runs]
     writer = DumpWriter(
-        path / scenario.stage / "step0" / "rank0.h5", _manifest(scenario, engine), block_bytes=scenario.block_bytes
+        path / scenario.stage / "step0" / "rank0.h5", manifest_of(scenario, engine), block_bytes=scenario.block_bytes
     )
     for uid, ids, prompt_len in sequences:
         writer.add_sequence(Sequence(0, uid, prompt_len=prompt_len, length=len(ids), tokens=ids))
-    for module in _modules(native[0], scenario.layout, scenario.model):
+    for module in modules_of(native[0], scenario.layout, scenario.model):
         writer.add_module(module)
     sketched = {name: value.copy() for name, value in weights.items()}
     if scenario.sketched:
         scenario.sketched(sketched)
     for name, value in native_weights(sketched, scenario.model, scenario.layout).items():
         writer.add_weight(sketch(name, value, scenario.weights_dtype or scenario.dtype))
-    for number, cells in enumerate(_calls(scenario, sequences)):
+    for number, cells in enumerate(calls_of(scenario, sequences)):
         _append_call(writer, scenario, sequences, native, cells, number)
-    writer.add_tokens(_token_table(scenario, sequences, runs))
+    writer.add_tokens(token_table(scenario, sequences, runs))
     if scenario.complete:
         writer.close()
     else:
@@ -267,7 +267,7 @@ def opened(path: Path, scenario: Scenario, sequences: list[tuple[str, np.ndarray
     return open_dump(write_dump(path, scenario, sequences))
 
 
-def _calls(scenario: Scenario, sequences: list[tuple[str, np.ndarray, int]]) -> list[list[tuple[int, int]]]:
+def calls_of(scenario: Scenario, sequences: list[tuple[str, np.ndarray, int]]) -> list[list[tuple[int, int]]]:
     """Return per call the (sequence, position) of its rows."""
     if LAYOUTS[scenario.layout][0] != "vllm":
         whole = [[(n, p) for p in range(size)] for n, size in enumerate(_fed(scenario, sequences))]
@@ -312,7 +312,7 @@ def carrier(values: np.ndarray, dtype: str) -> np.ndarray:
     return values.astype(dtype)
 
 
-def _token_table(scenario: Scenario, sequences: list[tuple[str, np.ndarray, int]], runs: list[Tensors]) -> np.ndarray:
+def token_table(scenario: Scenario, sequences: list[tuple[str, np.ndarray, int]], runs: list[Tensors]) -> np.ndarray:
     records: list[tuple[Any, ...]] = []
     for number, (_, ids, prompt_len) in enumerate(sequences):
         own = np.full(len(ids), np.nan)
@@ -325,7 +325,7 @@ def _token_table(scenario: Scenario, sequences: list[tuple[str, np.ndarray, int]
     return np.array(records, TOKEN)
 
 
-def _manifest(scenario: Scenario, engine: str) -> dict[str, Any]:
+def manifest_of(scenario: Scenario, engine: str) -> dict[str, Any]:
     base: dict[str, Any] = {
         "schema": 1,
         "probe": "0",

@@ -1,180 +1,213 @@
-"""Rows are joined by (sequence, position), whatever the order, chunking and repetition of either side."""
+"""Rows are joined by (sequence, position), whatever the order, chunking, padding and repetition of either side."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sequence_tools import aligner_of, seq, side, table
 
-from probe.compare.align import RowAligner, common_prefix, count_rows, join_sequences, sequence_labels
-from probe.store.schema import ROW, Sequence
+from probe.compare.align import pack, read_table, split
+from probe.compare.coverage import Recomputed
+from probe.store.schema import Sequence
 
-
-@dataclass
-class Side:
-    """The part of a dump that alignment reads."""
-
-    sequences: list[Sequence]
-    manifest: dict[str, Any] = field(default_factory=dict)
+PADDING = -1
 
 
-def sequence(index: int, uid: str, tokens: list[int], prompt_len: int = 2, sample: int = 0) -> Sequence:
-    ids = np.array(tokens, np.int64)
-    return Sequence(index, uid, prompt_len=prompt_len, length=len(ids), tokens=ids, sample=sample)
-
-
-def side(*sequences: Sequence, **manifest: Any) -> Any:
-    return Side(list(sequences), manifest)
-
-
-def rows(cells: list[tuple[int, int]], call: int = 0) -> np.ndarray:
-    return np.array([(s, p, 0, call) for s, p in cells], ROW)
-
-
-def pairs_of(join) -> list[tuple[int, int, int]]:
-    return [(pair.a, pair.b, pair.prefix) for pair in join.pairs]
-
-
-# -- sequences --------------------------------------------------------------------------------------------------------
-
-
-def test_sequences_join_by_uid_in_any_order():
-    a = side(sequence(0, "x", [1, 2, 3]), sequence(1, "y", [4, 5, 6]))
-    b = side(sequence(0, "y", [4, 5, 6]), sequence(1, "x", [1, 2, 3]))
-    assert pairs_of(join_sequences(a, b)) == [(0, 1, 3), (1, 0, 3)]
-
-
-def test_sequences_without_common_uids_join_by_content_longest_first():
-    a = side(sequence(0, "r1", [1, 2, 7, 8]), sequence(1, "r2", [1, 2, 9, 9]))
-    b = side(sequence(0, "s0", [1, 2, 9, 9]), sequence(1, "s1", [1, 2, 7, 8]))
-    assert pairs_of(join_sequences(a, b)) == [(0, 1, 4), (1, 0, 4)]
-
-
-def test_equal_sequences_join_in_order():
-    same = [1, 2, 3]
-    a = side(sequence(0, "a", same), sequence(1, "b", same))
-    b = side(sequence(0, "c", same), sequence(1, "d", same))
-    assert pairs_of(join_sequences(a, b)) == [(0, 0, 3), (1, 1, 3)]
-
-
-def test_responses_that_part_join_on_the_common_prefix():
-    a, b = side(sequence(0, "x", [1, 2, 3, 4])), side(sequence(0, "x", [1, 2, 3, 9, 9]))
-    assert pairs_of(join_sequences(a, b)) == [(0, 0, 3)]
-
-
-def test_prompts_that_differ_are_conflicts_and_not_joined():
-    a, b = side(sequence(0, "x", [1, 2, 3])), side(sequence(0, "x", [1, 5, 3]))
-    join = join_sequences(a, b)
-    assert not join.pairs
-    assert join.conflicts == [(0, 0)] and join.only_a == [0] and join.only_b == [0]
-
-
-def test_a_uid_that_was_reused_for_another_prompt_does_not_hide_the_right_partner():
-    a = side(sequence(0, "s0", [1, 2, 3]), sequence(1, "s1", [7, 8, 9]))
-    b = side(sequence(0, "s0", [7, 8, 9]), sequence(1, "s1", [1, 2, 3]))
-    join = join_sequences(a, b)
-    assert pairs_of(join) == [(0, 1, 3), (1, 0, 3)] and not join.conflicts
-
-
-def test_labels_tell_samples_of_one_prompt_apart():
-    sequences = [sequence(0, "p", [1], sample=0), sequence(1, "p", [1], sample=1), sequence(2, "q", [1])]
-    assert sequence_labels(sequences) == ["p.s0", "p.s1", "q"]
-
-
-@pytest.mark.parametrize(("left", "right", "expected"), [([1, 2], [1, 2, 3], 2), ([], [1], 0), ([5], [1], 0)])
-def test_common_prefix(left, right, expected):
-    assert common_prefix(np.array(left), np.array(right)) == expected
-
-
-# -- rows -------------------------------------------------------------------------------------------------------------
+# -- any batching -----------------------------------------------------------------------------------------------------
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]], list[int], list[tuple[int, int, int]]]:
-    """Draw sequence lengths, A's row order, and B's sequence order and calls with repeated rows."""
-    lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=5))
+def runs(draw: st.DrawFn, lengths: list[int]) -> list[tuple[int, int, int]]:
+    """Draw one engine's calls over sequences of these lengths: (sequence, position, call) with padding and repeats.
+
+    Micro-batches, chunked prefill and decode are all permutations of cells over calls; a preempted sequence runs again.
+    """
     cells = [(s, p) for s, length in enumerate(lengths) for p in range(length)]
-    order = draw(st.permutations(range(len(lengths))))
-    repeats = draw(st.lists(st.sampled_from(cells), max_size=8))
-    shuffled = draw(st.permutations([*cells, *repeats]))
+    repeats = draw(st.lists(st.sampled_from(cells), max_size=6)) if cells else []
+    padding = [(PADDING, PADDING)] * draw(st.integers(0, 4))
+    shuffled = draw(st.permutations([*cells, *repeats, *padding]))
     calls = sorted(draw(st.lists(st.integers(0, 6), min_size=len(shuffled), max_size=len(shuffled))))
-    return lengths, draw(st.permutations(cells)), order, [(s, p, c) for (s, p), c in zip(shuffled, calls)]
+    return [(s, p, c) for (s, p), c in zip(shuffled, calls)]
 
 
-@given(runs())
-@settings(deadline=None, max_examples=80)
-def test_any_order_chunking_and_repetition_gives_back_the_original_rows(run):
-    lengths, cells_a, order, cells_b = run
-    ids = [[10 * n + p for p in range(length)] for n, length in enumerate(lengths)]
-    a = side(*(sequence(n, f"u{n}", ids[n], prompt_len=1) for n in range(len(lengths))))
-    b = side(*(sequence(place, f"u{n}", ids[n], prompt_len=1) for place, n in enumerate(order)))
-    place_of = {n: place for place, n in enumerate(order)}
-    rows_a = np.array([(s, p, ids[s][p], 0) for s, p in cells_a], ROW)
-    rows_b = np.array([(place_of[s], p, ids[s][p], call) for s, p, call in cells_b], ROW)
-    # B recomputes some rows: the value of a row's last call is the one that counts
-    values_a = np.array([100.0 * s + p for s, p in cells_a])
-    last = {(s, p): n for n, (s, p, _) in enumerate(cells_b)}
-    values_b = np.array([100.0 * s + p if last[s, p] == n else -1.0 for n, (s, p, _) in enumerate(cells_b)])
+@st.composite
+def dumps(draw: st.DrawFn) -> tuple[list[list[int]], list[tuple[list[Sequence], list[tuple[int, int, int]]]]]:
+    """Draw contents and, for each side, sequences in any order with or without names, and the rows of its calls.
 
-    join = RowAligner(join_sequences(a, b), len(lengths), len(lengths)).rows(rows_a, rows_b)
-
-    assert len(join.index_a) == sum(lengths)
-    assert np.array_equal(values_a[join.index_a], values_b[join.index_b])
-    assert np.array_equal(values_a[join.index_a], 100.0 * join.pair + join.position)
-    assert np.all(np.diff(join.pair * 1000 + join.position) > 0)
-
-
-def counted(a, b, cells_a, cells_b):
-    aligner = RowAligner(join_sequences(a, b), len(a.sequences), len(b.sequences))
-    return count_rows(aligner, [aligner.rows(rows(cells_a), rows(cells_b))], a, b)
+    Prompts repeat and responses are short over few ids, so that equal sequences are common.
+    """
+    count = draw(st.integers(1, 4))
+    prompts = [draw(st.lists(st.integers(0, 1), min_size=1, max_size=2)) for _ in range(count)]
+    contents = [
+        [*prompt, *draw(st.lists(st.integers(0, 1), max_size=4))]
+        for prompt in prompts
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    named = draw(st.booleans())
+    sides = []
+    for _ in range(2):
+        order = draw(st.permutations(range(len(contents))))
+        sequences = [seq(f"u{n}" if named else "", contents[n], 1) for n in order]
+        sides.append((sequences, draw(runs([len(contents[n]) for n in order]))))
+    return contents, sides
 
 
-def test_the_last_generated_token_is_not_executed_and_not_missing():
-    ids = [1, 2, 3, 4]
-    a, b = side(sequence(0, "x", ids)), side(sequence(0, "x", ids))
-    coverage = counted(a, b, [(0, 0), (0, 1), (0, 2)], [(0, 0), (0, 1), (0, 2), (0, 3)])
-    assert (coverage.joined, coverage.only_a, coverage.only_b, coverage.not_executed) == (3, 0, 0, 1)
-    assert coverage.covered == 1.0
+def values_of(sequences: list[Sequence], cells: list[tuple[int, int, int]]) -> np.ndarray:
+    """Return per row a number that depends on the token's whole history, as a causal model's output does.
+
+    A row that its engine computed again later gets another value: it must not be the one that is compared.
+    """
+    last = {cell[:2]: n for n, cell in enumerate(cells)}
+    return np.array(
+        [
+            hash(tuple(sequences[s].tokens[: p + 1].tolist())) if s >= 0 and last[s, p] == n else n
+            for n, (s, p, _) in enumerate(cells)
+        ],
+        np.int64,
+    )
 
 
-def test_a_missing_prompt_row_counts_even_when_it_is_the_last():
-    ids = [1, 2]
-    a, b = side(sequence(0, "x", ids)), side(sequence(0, "x", ids))
-    coverage = counted(a, b, [(0, 0)], [(0, 0), (0, 1)])
-    assert (coverage.only_b, coverage.not_executed) == (1, 0)
-    assert coverage.covered == 0.5
+@given(dumps())
+@settings(deadline=None, max_examples=200)
+def test_any_batching_of_any_order_gives_back_the_original_rows(drawn):
+    contents, ((sequences_a, cells_a), (sequences_b, cells_b)) = drawn
+    a, b = side(*sequences_a), side(*sequences_b)
+    join = aligner_of(a, b).rows(table(cells_a), table(cells_b))
+    assert len(join.index_a) == sum(map(len, contents))
+    x, y = values_of(sequences_a, cells_a), values_of(sequences_b, cells_b)
+    assert np.array_equal(x[join.index_a], y[join.index_b])
+    assert (np.diff(pack(join.pair, join.position)) > 0).all()
 
 
-def test_rows_after_the_tokens_part_are_listed_but_excused():
-    a, b = side(sequence(0, "x", [1, 2, 3, 4])), side(sequence(0, "x", [1, 2, 9, 9]))
-    coverage = counted(a, b, [(0, p) for p in range(4)], [(0, p) for p in range(4)])
-    assert (coverage.joined, coverage.only_a, coverage.only_b, coverage.beyond_prefix) == (2, 2, 2, 4)
-    assert coverage.covered == 1.0
-
-
-def test_response_rows_that_one_side_was_told_not_to_store_are_excused():
-    ids = [1, 2, 3, 4, 5]
-    a, b = side(sequence(0, "x", ids), prompts_only=True), side(sequence(0, "x", ids))
-    coverage = counted(a, b, [(0, 0), (0, 1)], [(0, p) for p in range(5)])
-    assert (coverage.joined, coverage.only_b, coverage.prompts_only, coverage.not_executed) == (2, 2, 2, 1)
-    assert coverage.covered == 1.0
-
-
-def test_rows_of_a_sequence_that_one_side_lacks_lower_the_coverage():
-    a = side(sequence(0, "x", [1, 2, 3]), sequence(1, "y", [7, 8, 9]))
-    b = side(sequence(0, "x", [1, 2, 3]))
-    cells = [(0, p) for p in range(3)]
-    coverage = counted(a, b, [*cells, (1, 0), (1, 1), (1, 2)], cells)
-    assert (coverage.joined, coverage.only_a) == (3, 3)
-    assert coverage.covered == 0.5
+def test_equal_tables_are_joined_once():
+    a, b = side(seq("x", [1, 2, 3])), side(seq("x", [1, 2, 3]))
+    aligner = aligner_of(a, b)
+    cells = [(0, 0), (0, 1)]
+    assert aligner.rows(table(cells), table(cells)) is aligner.rows(table(cells), table(cells))
 
 
 def test_rows_of_no_sequence_are_never_joined():
-    a, b = side(sequence(0, "x", [1, 2])), side(sequence(0, "x", [1, 2]))
-    aligner = RowAligner(join_sequences(a, b), 1, 1)
-    join = aligner.rows(rows([(-1, -1), (0, 0)]), rows([(-1, -1), (0, 0)]))
+    a, b = side(seq("x", [1, 2])), side(seq("x", [1, 2]))
+    join = aligner_of(a, b).rows(table([(-1, -1), (0, 0)]), table([(-1, -1), (0, 0)]))
     assert join.index_a.tolist() == [1] and join.index_b.tolist() == [1]
+    assert join.table_a.padding == 1
+
+
+def test_dumps_without_common_sequences_or_rows_join_nothing():
+    a, b = side(seq("x", [1, 2])), side(seq("y", [8, 9]))
+    aligner = aligner_of(a, b)
+    assert not len(aligner.rows(table([(0, 0)]), table([(0, 0)])).index_a)
+    assert not len(aligner_of(a, a).rows(table([]), table([(0, 0)])).index_a)
+
+
+def test_the_last_call_of_a_row_counts_and_the_earlier_ones_are_known():
+    rows = table([(0, 1, 0), (0, 0, 0), (0, 1, 2), (0, 1, 1)])
+    found = read_table(rows)
+    assert [n.tolist() for n in split(found.cells)] == [[0, 0], [0, 1]] and found.last.tolist() == [1, 2]
+    assert found.earlier.tolist() == [0, 3] and found.again.tolist() == [1, 1]
+
+
+def test_repeated_rows_are_compared_bit_by_bit_with_the_one_that_counts():
+    found, again = read_table(table([(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)])), Recomputed()
+    nan = float("nan")
+    again.note(found, np.array([[1.0, nan], [2.0, 0.0], [1.0, nan], [2.0, -0.0]], np.float32))
+    assert again.again == {0, 1} and again.differing == {1}
+    again.note(found, np.array([[1.0], [2.0], [3.0], [2.0]], np.float32))
+    assert again.differing == {0, 1}
+
+
+# -- pieces and weight versions ---------------------------------------------------------------------------------------
+
+FIRST, SECOND = [1, 2, 3, 4], [1, 2, 3, 4, 9, 5, 6]
+
+
+def pieces(*versions: int) -> Any:
+    found = [seq("r0", FIRST, 2, trajectory="t"), seq("r1", SECOND, 5, trajectory="t")]
+    for sequence, version in zip(found, versions):
+        sequence.weight_version = version
+    return side(*found)
+
+
+FED_FIRST = [(0, p) for p in range(3)]
+"""The last token that a piece generated is not fed while it generates."""
+
+
+def joined(a: Any, b: Any, cells_a: list[tuple[int, int]], cells_b: list[tuple[int, int]], **options: Any):
+    """Return position -> (row of a, row of b)."""
+    join = aligner_of(a, b, **options).rows(table(cells_a), table(cells_b))
+    assert (join.pair == 0).all()
+    rows = zip(join.index_a.tolist(), join.index_b.tolist())
+    return dict(zip(join.position.tolist(), rows))
+
+
+def test_rows_of_a_trajectory_come_from_every_piece():
+    """The second turn found the first in the prefix cache, so each holds some of the rows."""
+    cells = [*FED_FIRST, *((1, p) for p in range(3, 6))]
+    whole = [(0, p) for p in range(7)]
+    assert joined(pieces(), side(seq("x", SECOND, 2)), cells, whole) == {p: (p, p) for p in range(6)}
+
+
+def test_of_a_row_in_several_pieces_the_last_one_counts():
+    cells = [*((1, p) for p in range(6)), *FED_FIRST]
+    found = joined(pieces(), side(seq("x", SECOND, 2)), cells, [(0, p) for p in range(7)])
+    assert found == {p: (p, p) for p in range(6)}
+
+
+def test_both_sides_in_pieces():
+    b = side(seq("y1", SECOND, 4, trajectory="T"), seq("y0", FIRST[:3], 2, trajectory="T"))
+    found = joined(
+        pieces(), b, [*FED_FIRST, *((1, p) for p in range(3, 6))], [(1, 0), (1, 1), *((0, p) for p in range(2, 6))]
+    )
+    assert found == {p: (p, p) for p in range(6)}
+
+
+def test_a_row_is_taken_from_the_piece_of_the_other_sides_weight_version():
+    cells = [*FED_FIRST, *((1, p) for p in range(6))]
+    whole = [(0, p) for p in range(7)]
+    old = joined(pieces(1, 2), side(seq("x", SECOND, 2, weight_version=1)), cells, whole)
+    assert old == {p: (p, p) for p in range(3)}
+    new = joined(pieces(1, 2), side(seq("x", SECOND, 2, weight_version=2)), cells, whole)
+    assert new == {p: (p + 3, p) for p in range(6)}
+    both = joined(pieces(1, 2), pieces(1, 2), cells, cells)
+    assert both == {p: (p + 3, p + 3) for p in range(6)}
+
+
+def test_rows_of_other_weight_versions_join_only_when_asked():
+    a, b = side(seq("x", FIRST, weight_version=1)), side(seq("x", FIRST, weight_version=2))
+    cells = [(0, p) for p in range(4)]
+    assert joined(a, b, cells, cells) == {}
+    assert joined(a, b, cells, cells, across_versions=True) == {p: (p, p) for p in range(4)}
+
+
+def test_a_dump_that_does_not_count_versions_joins_any():
+    a, b = side(seq("x", FIRST, weight_version=7)), side(seq("x", FIRST))
+    cells = [(0, p) for p in range(4)]
+    assert len(joined(a, b, cells, cells)) == len(joined(b, a, cells, cells)) == 4
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_trajectories_cut_into_pieces_with_cache_holes_give_back_their_rows(data):
+    """Each side cuts sequences into pieces; what an earlier piece ran may be missing from the next (prefix cache)."""
+    whole = [[n, 5, *data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=5))] for n in range(2)]
+    sides, tables, held = [], [], []
+    for name in "ab":
+        found, cells = [], []
+        for number, ids in enumerate(whole):
+            cuts = sorted(data.draw(st.sets(st.integers(2, len(ids) - 1), max_size=2)))
+            start = 0
+            for stop in (*cuts, len(ids)):
+                first = data.draw(st.integers(0, start))
+                cells += [(len(found), p) for p in range(first, stop)]
+                found.append(seq(f"{name}{number}.{stop}", ids[:stop], 2, trajectory=f"{name}{number}"))
+                start = stop
+        sides.append(side(*found))
+        cells = data.draw(st.permutations(cells))
+        tables.append(table(cells))
+        held.append([tuple(found[s].tokens[: p + 1].tolist()) for s, p in cells])
+    join = aligner_of(*sides).rows(*tables)
+    assert len(join.index_a) == sum(map(len, whole))
+    assert [held[0][n] for n in join.index_a] == [held[1][n] for n in join.index_b]

@@ -177,10 +177,14 @@ def test_nested_outputs(tmp_path):
 
 
 def test_a_module_that_runs_twice_in_a_forward(tmp_path):
-    dump = dump_leaf(tmp_path, lambda x: x * 10, times=2)
-    assert dump.read("leaf", "output.0")[:, 0].tolist() == [10, 20, 30, 40, 50, 60, 20, 30, 40, 50, 60, 70]
-    rows = dump.rows("leaf", "output.0")
-    assert rows["position"].tolist() == [0, 1, 2] * 4 and set(rows["call"]) == {0}
+    dump = dump_leaf(tmp_path, lambda x: x * 10, times=3)
+    for number, name in enumerate(("leaf", "leaf#1", "leaf#2")):
+        assert dump.read(name, "input.0")[:, 0].tolist() == [n + number for n in range(1, 7)]
+        assert dump.read(name, "output.0")[:, 0].tolist() == [10 * (n + number) for n in range(1, 7)]
+        rows = dump.rows(name, "output.0")
+        assert rows["position"].tolist() == [0, 1, 2] * 2 and set(rows["call"]) == {0}
+    order = [dump.modules[name].order for name in ("", "leaf", "leaf#1", "leaf#2")]
+    assert order == sorted(order) and dump.modules["leaf#2"].cls == "Leaf"
 
 
 def test_scalars_masks_and_what_is_too_large(tmp_path, monkeypatch):

@@ -146,7 +146,7 @@ def test_report_forms_go_to_the_folder(dumps: dict[str, Path], tmp_path: Path) -
     done = probe("compare", dumps["rollout"], dumps["actor"], "--report", "html,csv,markdown,json", "-o", folder)
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in folder.iterdir()) == ["report.csv", "report.html", "report.json", "report.md"]
-    assert done.stdout == "verdict: consistent\n"
+    assert done.stdout == "verdict: consistent on 45 tensors\n"
     assert done.stderr.count("probe: wrote ") == 4
 
 

@@ -66,6 +66,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(folder / "model", "Qwen2ForCausalLM")
     write_checkpoint(folder / "mamba", "MambaForCausalLM")
     (folder / "prompts.txt").write_text("what is 3 plus 4?\n")
+    (folder / "typo.json").write_text('{"layers.{i}.mlp.down_proj": "decoder.layers.{i}.mlp.linear_fc3"}')
+    (folder / "good.yaml").write_text("layers.{i}.mlp.down_proj: decoder.layers.{i}.mlp.linear_fc2\n")
     (folder / "blank.txt").write_text("\n\n")
     (folder / "bad.jsonl").write_text('{"text": "fine"}\n\n{"text": \n')
     (folder / "wrong.jsonl").write_text('{"text": "fine"}\n{"txet": "typo"}\n')
@@ -106,6 +108,19 @@ CASES = {
     "unknown module": Case(("show", "a", "layers.1.mlp.downproj"), ("'layers.1.mlp.downproj'", "mlp.down_proj")),
     "unknown slot": Case(("show", "a", "layers.1.mlp.down_proj:output.7"), ("'output.7'", "output.0")),
     "unknown report form": Case(("compare", "a", "b", "--report", "htlm"), ("'htlm'", "html")),
+    "explain an unknown name": Case(
+        ("compare", "a", "b", "--explain", "layers.0.mlp.dwn_proj"),
+        ("'layers.0.mlp.dwn_proj'", "layers.0.mlp.down_proj"),
+    ),
+    "missing map": Case(("compare", "a", "b", "--map", "map.yaml"), ("mapping file map.yaml", "cannot be read")),
+    "map of something else": Case(("compare", "a", "b", "--map", "bad.jsonl"), ("mapping file bad.jsonl", "JSON")),
+    "map with a typo": Case(
+        ("compare", "a", "b", "--map", "typo.json"),
+        ("typo.json", "decoder.layers.{i}.mlp.linear_fc3", "decoder.layers.{i}.mlp.linear_fc2"),
+    ),
+    "map in yaml without PyYAML": Case(
+        ("compare", "a", "b", "--map", "good.yaml"), ("good.yaml needs PyYAML", "JSON"), without=("yaml",)
+    ),
     "nothing to write": Case(("compare", "a", "b", "--report", "terminal", "-o", "r"), ("nothing", "--report")),
     "coverage above one": Case(("compare", "a", "b", "--min-coverage", "90"), ("--min-coverage", "0<=x<=1")),
     "report folder is a file": Case(("compare", "a", "b", "-o", "prompts.txt"), ("prompts.txt is a file", "-o")),

@@ -223,6 +223,28 @@ def test_an_exception_in_the_block_still_stops_and_completes(tmp_path, model):
     assert hook_count(model) == 0 and open_dump(tmp_path / "d").complete
 
 
+def test_samples_trajectories_and_weight_versions(tmp_path, model):
+    debugger = PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d"))
+    debugger.start(model)
+    debugger.announce(uids=["p", "p"], samples=[0, 1], prompt_lens=[2, 2])
+    forward(model)
+    debugger.announce(uids=["q", "r"], trajectories=["talk", "talk"], weight_version=3)
+    forward(model)
+    debugger.announce(uids=["q", "r"], trajectories=["talk", "talk"], weight_version=4)
+    forward(model)
+    debugger.announce(samples=[0, 1])
+    forward(model)
+    debugger.stop()
+    debugger.step()
+    with open_dump(tmp_path / "d") as dump:
+        assert [(s.uid, s.trajectory, s.sample, s.weight_version) for s in dump.sequences] == [
+            *(("p.s0", "p", 0, 0), ("p.s1", "p", 1, 0)),
+            *(("q", "talk", 0, 3), ("r", "talk", 0, 3), ("q#v4", "talk", 0, 4), ("r#v4", "talk", 0, 4)),
+            *(("s6", "s6", 0, 0), ("s7", "s7", 1, 0)),
+        ]
+        assert len(dump.read("model.layers.0", "output.0")) == 24
+
+
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
@@ -267,10 +289,10 @@ def test_a_compiled_model_leaves_nothing_behind(tmp_path):
 
 
 def test_a_failure_while_hooking_leaves_nothing_behind(tmp_path, model, monkeypatch):
-    def broken(chunk):
+    def broken(chunk, adapter):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr("probe.hooks.attach.sketches", broken)
+    monkeypatch.setattr("probe.hooks.attach.named_sketches", broken)
     with pytest.raises(RuntimeError, match="no memory"):
         PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d")).start(model)
     assert hook_count(model) == 0 and not (tmp_path / "d" / "actor").exists()

@@ -170,6 +170,38 @@ def test_vllm_in_the_same_process(vllm_folder, reference, name):
             assert rel_l2(stream, by_row(expected, layer, "output.0")) <= TOLERANCE, layer
 
 
+def test_vllm_with_a_cached_prefix(vllm_folder, reference):
+    """Rows of the cached block are missing, their ids are not; what ran is what a model without a cache computes."""
+    folder, facts = vllm_folder
+    tokens, hits = facts["cached"]["tokens"], facts["cached"]["hits"]
+    assert hits == [0, 32]
+    expected = reference(tokens)
+    with open_dump(folder / "cached") as dump:
+        assert [s.cached for s in dump.sequences] == hits
+        assert [s.tokens.tolist() for s in dump.sequences] == [t[:-1] for t in tokens]
+        names = {s.uid: f"s{number}" for number, s in enumerate(dump.sequences)}
+        found = {(names[uid], p): row for (uid, p), row in by_row(dump, "model.norm", "output.0").items()}
+        assert {p for name, p in found if name == "s1"} == set(range(32, len(tokens[1]) - 1))
+        assert rel_l2(found, by_row(expected, "model.norm", "output.0")) <= TOLERANCE
+
+
+def test_vllm_that_receives_weights_within_a_request(vllm_folder, reference):
+    """The response is in two pieces of one trajectory, each with the version of the weights that ran it."""
+    folder, facts = vllm_folder
+    tokens = facts["synced"]["tokens"]
+    expected = by_row(reference([tokens]), "model.norm", "output.0")
+    with open_dump(folder / "synced") as dump:
+        first, second = dump.sequences
+        assert second.uid == f"{first.uid}#1" and second.trajectory == first.trajectory
+        assert (first.weight_version, second.weight_version) == (0, 1)
+        assert (first.prompt_len, second.prompt_len) == (8, 10)
+        assert second.tokens.tolist() == tokens[:-1]
+        found = by_row(dump, "model.norm", "output.0")
+        assert {p for uid, p in found if uid == first.uid} == set(range(9))
+        assert {p for uid, p in found if uid == second.uid} == set(range(9, 12))
+        assert rel_l2({("s0", p): row for (_, p), row in found.items()}, expected) <= TOLERANCE
+
+
 def test_vllm_knows_its_own_sequences(vllm_folder):
     assert vllm_folder[1]["announced"].startswith("vllm knows its sequences by itself")
     assert not (vllm_folder[0] / "no").exists()

@@ -11,7 +11,6 @@ import pytest
 from synthetic_dumps import Scenario, actor, opened, prompts, sketch
 from synthetic_model import Tiny
 
-from probe.compare.align import join_sequences
 from probe.compare.gates import (
     positions_gate,
     sampling_gate,
@@ -19,8 +18,9 @@ from probe.compare.gates import (
     tokens_gate,
     weights_gate,
 )
-from probe.compare.match import read_side
+from probe.compare.sequences import join_sequences
 from probe.compare.settings_gates import config_gate, environment_entries, environment_gate, flat_config
+from probe.compare.side import read_side
 from probe.compare.weights import Weight, compare_weights
 
 
@@ -212,6 +212,16 @@ def test_declared_weight_versions_that_differ_are_said(make):
     pair.b.sequences[0].weight_version = 3
     gate = weights_gate(*pair.sides)
     assert gate.status == "warn" and "versions differ" in gate.detail
+
+
+def test_other_weights_of_a_declared_lag_warn_and_undeclared_ones_fail(make):
+    pair = make(Scenario(), actor(sketched=one_row))
+    assert weights_gate(*pair.sides).status == "fail"
+    for dump, version in ((pair.a, 3), (pair.b, 4)):
+        for sequence in dump.sequences:
+            sequence.weight_version = version
+    gate = weights_gate(*pair.sides)
+    assert gate.status == "warn" and "versions differ (a [3], b [4])" in gate.detail
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_row_errors_are_each_rows_own_relative_error_with_small_rows_raised(pair
     d2 = ((x.astype(np.float64) - y) ** 2).sum(1)
     y2, x2 = (y.astype(np.float64) ** 2).sum(1), (x.astype(np.float64) ** 2).sum(1)
     reference = np.where(y2 > 0, y2, x2)
-    scale = np.maximum(reference, metrics.ROW_NORM_FLOOR**2 * np.median(reference))
+    scale = np.maximum(reference, max(metrics.ROW_NORM_FLOOR, 1 / x.shape[1]) ** 2 * np.median(reference))
     expected = np.sqrt(np.divide(d2, scale, out=np.zeros_like(d2), where=scale > 0))
     np.testing.assert_allclose(got, expected, rtol=1e-12)  # summation order only
 

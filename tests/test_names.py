@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from synthetic_dumps import LAYOUTS, Scenario, actor, opened, prompts
 from synthetic_model import Forward, Tiny, make_weights
 
-from probe.compare.align import RowAligner, join_sequences
-from probe.compare.match import match_tensors, read_side
+from probe.compare.align import RowAligner
+from probe.compare.match import match_tensors
 from probe.compare.measure import measure_rows
 from probe.compare.merge import OPERATIONS, CanonicalReader
-from probe.compare.names import TABLES
-from probe.compare.names.base import (
-    LAYER_TENSORS,
-    ModelShape,
-    Rule,
-    fill,
-    key_of,
-    pattern,
-    place_of,
-    resolve,
-    strip_native,
-)
+from probe.compare.names import TABLES, table_for
+from probe.compare.names.base import ModelShape, Rule, fill, key_of, pattern, resolve, strip_native
+from probe.compare.names.canonical import LAYER_TENSORS, place_of
+from probe.compare.sequences import join_sequences
+from probe.compare.side import read_side
 from probe.compare.weights import canonical_weights
 
 ROPE = "rotary_emb"
@@ -35,20 +30,21 @@ def test_every_rule_names_a_known_operation_and_canonical_labels(engine):
         assert rule.operation in OPERATIONS
     for rule in table.tensors:
         for label in rule.canonical:
-            assert place_of(label.replace("{i}", "0"), layers=2) is not None, label
+            assert place_of(fill(label, {"i": "0", "e": "0"}), layers=2) is not None, label
 
 
 @pytest.mark.parametrize("engine", TABLES)
-def test_every_table_gives_every_canonical_tensor_or_says_why_not(engine):
+def test_every_table_gives_every_canonical_tensor_of_a_family_that_it_runs_or_says_why_not(engine):
     table = TABLES[engine]
     given = {label for rule in table.tensors for label in rule.canonical}
     excused = {label for entry in table.unavailable for label in entry.canonical}
     wanted = {"embed_tokens:output.0", "norm:output.0", "lm_head:output.0", *(label for label, _ in LAYER_TENSORS)}
-    assert wanted <= given | excused
+    gemma = {f"layers.{{i}}.{name}_feedforward_layernorm:output.0" for name in ("pre", "post")}
+    assert wanted - (gemma if engine == "megatron" else set()) <= given | excused
 
 
 def test_canonical_tensors_are_in_execution_order():
-    labels = [fill(label, {"i": str(i)}) for i in range(2) for label, _ in LAYER_TENSORS]
+    labels = [fill(label, {"i": str(i), "e": "0"}) for i in range(2) for label, _ in LAYER_TENSORS]
     labels = ["embed_tokens:output.0", *labels, "norm:output.0", "lm_head:output.0"]
     places = [place_of(label, layers=2) for label in labels]
     assert places == sorted(places)
@@ -63,6 +59,12 @@ def test_canonical_tensors_are_in_execution_order():
         ("module.module.decoder.layers.0:output.0", "decoder.layers.0:output.0"),
         ("_orig_mod.model.layers.3._fsdp_wrapped_module.mlp:output.0", "layers.3.mlp:output.0"),
         ("lm_head:output.0", "lm_head:output.0"),
+        ("base_model.model.model.layers.0.mlp.up_proj:output.0", "layers.0.mlp.up_proj:output.0"),
+        ("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight", "layers.0.mlp.up_proj.weight"),
+        ("module.module.base_model.model.lm_head:output.0", "lm_head:output.0"),
+        ("model.layers.0._checkpoint_wrapped_module.mlp:output.0", "layers.0.mlp:output.0"),
+        # a base layer's output is not the adapted layer's: it keeps its own name
+        ("model.layers.0.mlp.up_proj.base_layer:output.0", "layers.0.mlp.up_proj.base_layer:output.0"),
     ],
 )
 def test_wrappers_and_prefixes_are_stripped(native, expected):
@@ -122,7 +124,7 @@ def test_every_canonical_tensor_of_two_layouts_matches_with_no_difference(tmp_pa
         assert not matching.only_a and not matching.only_b
         excused = {"megatron-te": 6, "transformers": 6}.get(layout, 0)
         assert len(matching.matched) == 45 - excused and len(matching.unavailable) == excused
-        aligner = RowAligner(join_sequences(a, b), len(a.sequences), len(b.sequences))
+        aligner = RowAligner(join_sequences(a, b), a.sequences, b.sequences)
         readers = CanonicalReader(side_a), CanonicalReader(side_b)
         for match in matching.matched:
             join = aligner.rows(readers[0].rows(match.source_a), readers[1].rows(match.source_b))
@@ -145,10 +147,8 @@ def test_a_fused_norm_is_unavailable_and_its_passed_through_residual_is_never_co
         matching = match_tensors(read_side(a), read_side(b))
         assert not any("layernorm" in match.label for match in matching.matched)
         reasons = {entry.label: (entry.side, entry.reason) for entry in matching.unavailable}
-        assert reasons["layers.0.input_layernorm:output.0"] == (
-            "b",
-            "norm fused into linear_qkv (TransformerEngine spec)",
-        )
+        side, reason = reasons["layers.0.input_layernorm:output.0"]
+        assert side == "b" and reason.startswith("norm fused into linear_qkv (TransformerEngine spec), and its input")
         assert "linear_fc1" in reasons["layers.2.post_attention_layernorm:output.0"][1]
         fused = [e for e in matching.auxiliary_b if e.label == "decoder.layers.0.input_layernorm:output.0"]
         assert "TransformerEngine" in fused[0].reason
@@ -218,3 +218,45 @@ def test_model_shape_prefers_the_engines_layout_and_derives_what_is_missing():
 
 def test_key_of_splits_at_the_last_colon():
     assert key_of("a:b:output.0") == ("a:b", "output.0")
+
+
+@pytest.mark.parametrize("leaf", ["lora_A.default", "lora_B.default", "lora_dropout.default", "base_layer"])
+@pytest.mark.parametrize("engine", TABLES)
+def test_parts_of_an_adapter_are_listed_as_such(engine, leaf):
+    label = f"layers.0.self_attn.q_proj.{leaf}:output.0"
+    reasons = [reason for regex, reason in TABLES[engine].auxiliary if re.fullmatch(regex, label)]
+    assert reasons and "LoRA" in reasons[0]
+
+
+def test_conditions_of_a_rule_are_facts_with_its_placeholders_filled():
+    rule = Rule(("n.{i}:output.0",), ("c.{i}:output.0",), needs=("module m.{i}",), unless=("config.x",))
+    both = ["n.0:output.0", "n.1:output.0"]
+    assert list(resolve([rule], both, {"module m.1"}).sources) == ["c.1:output.0"]
+    blocked = resolve([rule], both, {"module m.1", "config.x"})
+    assert not blocked.sources and blocked.spare == {"n.1:output.0": "c.1:output.0"}
+
+
+def test_stacked_experts_yield_their_parts_one_expert_after_the_other():
+    rule = Rule(("x.{i}.w13",), ("x.{i}.{e}.gate", "x.{i}.{e}.up"), "split_experts_gate_up")
+    sources = resolve([rule], ["x.4.w13"], experts={"x.4.w13": 2}).sources
+    assert {label: source.part for label, source in sources.items()} == {
+        "x.4.0.gate": 0,
+        "x.4.0.up": 1,
+        "x.4.1.gate": 2,
+        "x.4.1.up": 3,
+    }
+
+
+def test_the_table_of_an_unknown_engine_is_the_one_that_explains_most():
+    megatron = ["decoder.layers.0.mlp.linear_fc1:output.0", "output_layer:output.0"]
+    vllm = ["model.layers.0.self_attn.qkv_proj:output.0", "model.layers.0:output.0", "model.layers.0:output.1"]
+    plain = ["model.layers.0.self_attn.q_proj:output.0", "model.layers.0:output.0"]
+    assert [table_for("module", labels).engine for labels in (megatron, vllm, plain, [])] == [
+        "megatron",
+        "vllm",
+        "transformers",
+        "transformers",
+    ]
+    assert table_for("vllm", megatron).engine == "vllm"
+    halves = ["model.layers.0:output.0", "model.layers.0:output.1"]
+    assert table_for("module", halves).engine == "vllm", "the sum of both halves is the layer's output"

@@ -196,7 +196,9 @@ def cells(line: str) -> list[str]:
 def test_markdown_names_verdict_versions_and_first_modules() -> None:
     text = rendered("divergent", "markdown")
     lines = text.splitlines()
-    assert lines[0] == "### probe compare: divergent (vllm vs megatron)"
+    headline = "divergent in 40 of 59 tensors; 1 norm not comparable (fused)"
+    assert lines[0] == f"### probe compare, vllm vs megatron: {headline}" and headline not in lines[2]
+    assert "| B | not executed by the other side (prefix cache) | 16 |" in lines
     assert "**First divergence:** `layers.1.self_attn.rotary_emb`, position 3 of `p0.s0`" in lines
     assert "| version | 0.32.0 | 0.16.1 |" in lines
     assert "| model | tiny-qwen2 | tiny-qwen2 |" in lines and "/models" not in text
@@ -249,11 +251,13 @@ def test_terminal_fits_80_columns_and_is_plain_when_piped(name: str) -> None:
 
 def test_terminal_says_the_verdict_in_words() -> None:
     text = " ".join(printed(fixture("divergent")).split())
-    assert text.startswith("verdict: divergent rollout (vllm 0.32.0) vs actor (megatron 0.16.1)")
+    headline = "divergent in 40 of 59 tensors; 1 norm not comparable (fused)"
+    assert text.startswith(f"verdict: {headline} rollout (vllm 0.32.0) vs actor (megatron 0.16.1) The runs part")
     assert "first divergence: layers.1.self_attn.rotary_emb at position 3 of p0.s0" in text
     assert "> layers.1.self_attn.rotary_emb divergent" in text
     assert "40 divergent, 18 consistent, 1 identical; 15 of 59, around the first divergence" in text
-    assert "59 tensors matched; 0 only in A, 1 only in B, 1 unavailable." in text
+    assert "59 tensors matched; 0 only in A, 1 only in B, 1 unavailable. 242 rows joined." in text
+    assert "6 B not executed by the other side (last generated token)" in text
     assert "192 compared, A engine, B recomputed" in text
     assert "torch 2.13.0 2.12.1 warn" in text and "3.11.7" not in text
     assert "not built: Suspected causes, Effect on the PPO update, Recommended action" in text

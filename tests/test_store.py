@@ -80,7 +80,7 @@ def test_round_trip(tmp_path_factory, capture, seed):
 
 
 def test_blocks_come_in_bounded_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("probe.store.reader.PIECE_BYTES", 100)
+    monkeypatch.setattr("probe.store.tensors.PIECE_BYTES", 100)
     values = np.arange(96, dtype=np.float32).reshape(12, 8)
     dump = open_dump(write_dump(tmp_path, [("m", "output.0", values, "float32")]))
     pieces = list(dump.iter_blocks("m", "output.0"))

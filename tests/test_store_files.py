@@ -37,7 +37,7 @@ def test_files_of_one_dump_are_merged_by_request(tmp_path):
     for rank in range(2):  # both workers see the requests in the other order, under the engine's own suffix
         worker = DumpWriter(rank_file(tmp_path, rank), MANIFEST)
         for request in ("1-ab12", "0-cd34", "extra"):
-            worker.add_sequence(Sequence(0, request, request, prompt_len=2, length=2))
+            worker.add_sequence(Sequence(0, request, request, prompt_len=2, length=2, weight_version=3, cached=rank))
         for number, slot in itertools.product(range(3), ("output.0", f"output.rank{rank}")):
             values = np.full((2, 4), 10 * rank + number, np.float32)
             worker.append("m", slot, values, "float32", segment(2, sequence=number, call=number))
@@ -49,11 +49,12 @@ def test_files_of_one_dump_are_merged_by_request(tmp_path):
             ("extra", "extra", [0, 1]),
         ]
         assert [s.index for s in dump.sequences] == [0, 1, 2]
+        assert [(s.length, s.weight_version, s.cached) for s in dump.sequences] == [(3, 3, 1), (2, 3, 1), (2, 3, 1)]
         assert dump.manifest["complete"] is True  # the driver's manifest is the one that counts
         assert list(dump.tensors) == [("m", "output.0"), ("m", "output.rank0"), ("m", "output.rank1")]
         rows, values = dump.rows("m", "output.0"), dump.read("m", "output.0")
-        assert rows["sequence"].tolist() == [1, 1, 0, 0, 2, 2] * 2
-        assert values[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 10, 10, 11, 11, 12, 12]
+        assert rows["sequence"].tolist() == [1, 1, 0, 0, 2, 2]  # the same rows of a second file are copies
+        assert values[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
         assert dump.tokens["token"].tolist() == [5, 6, 7, 8, 9]
 
 
@@ -130,12 +131,22 @@ def test_the_first_writer_of_a_manifest_wins(tmp_path, monkeypatch, links):
 
 
 def test_the_manifest_states_no_topology_that_it_does_not_know():
+    axes = ("tp", "pp", "cp", "ep", "dp")
     for alone in (make_manifest("actor", "module", "1", {}), make_manifest("actor", "module", "1", {}, world_size=1)):
-        assert alone["topology"] == {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 1}
+        assert alone["topology"] == {**dict.fromkeys(axes, 1), "vpp": 1, "sp": False}
+        assert alone["coordinates"] == dict.fromkeys(axes, 0)
     several = make_manifest("actor", "module", "1", {}, world_size=8)
-    assert several["topology"] == {"world_size": 8, "tp": None, "pp": None, "cp": None, "ep": None, "dp": None}
+    assert several["topology"] == {**dict.fromkeys(axes), "vpp": 1, "sp": False}
+    assert several["coordinates"] is None
     assert (several["world_size"], several["driver"]) == (8, False)
     assert make_manifest("actor", "module", "1", {}, driver=True)["driver"] is True
+
+
+def test_the_manifest_states_the_topology_that_it_is_given():
+    sizes, place = {"tp": 2, "pp": 2, "sp": True}, {"tp": 1, "pp": 0, "cp": 0, "ep": 0, "dp": 0}
+    found = make_manifest("actor", "megatron", "1", {}, world_size=4, topology=sizes, coordinates=place)
+    assert found["topology"] == {"tp": 2, "pp": 2, "cp": None, "ep": None, "dp": None, "vpp": 1, "sp": True}
+    assert found["coordinates"] == place
 
 
 CHILD = """

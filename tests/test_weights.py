@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from probe.hooks import weights
-from probe.hooks.weights import column_vector, sketch, sketches
+from probe.hooks.engines.base import EngineRows
+from probe.hooks.engines.sequences import SequenceBook
+from probe.hooks.weights import column_vector, named_sketches, sketch, sketches
 
 # float64 sums of some hundred products of size about 1, in another order
 EXACT = 1e-12
@@ -126,7 +128,10 @@ def test_vectors_are_kept_whole_and_experts_by_expert():
     assert bias.rows.tolist() == [[1.0], [-0.5]] and bias.shape == (2,)
     assert sketch("s", torch.tensor(3.0)).rows.tolist() == [[3.0]]
     experts = torch.randn(3, 4, 5)
-    assert close(table(experts), table(experts.reshape(3, 20)))
+    assert close(table(experts), np.concatenate([table(expert) for expert in experts]))
+    assert sketch("e", experts).shape == (3, 4, 5) and sketch("e", experts).whole == 3
+    convolution = torch.randn(3, 4, 5, 2)
+    assert close(table(convolution), table(convolution.reshape(3, 40)))
 
 
 class Model(nn.Module):
@@ -149,3 +154,37 @@ def test_aliases_and_what_cannot_be_sketched():
     assert found["head.weight"].shape == (6, 4)
     assert found["embed.weight"].alias == "" and found["transposed"].alias == ""  # the same memory read another way
     assert close(found["transposed"].rows, table(model.square.weight.t()))
+
+
+@given(st.integers(1, 6), st.integers(2, 40), st.data())
+@settings(deadline=None, max_examples=20)
+def test_sketches_of_tensor_parallel_shards_add_up(out, columns, data):
+    cut = data.draw(st.integers(1, columns - 1))
+    weight = torch.randn(2, out, columns, generator=torch.Generator().manual_seed(out * columns), dtype=torch.float64)
+    for whole in (weight[0], weight):  # a matrix, and experts
+        parts = [sketch("w", whole[..., :cut], 1, 0), sketch("w", whole[..., cut:], 1, cut)]
+        assert close(parts[0].rows + parts[1].rows, table(whole))
+        assert {(p.axis, p.start, p.whole) for p in parts} == {(1, 0, len(whole))}
+        assert all(np.isnan(p.quad) for p in parts)
+    parts = [sketch("w", weight[0, :1], 0), sketch("w", weight[0, 1:], 0)]
+    assert close(np.concatenate([p.rows for p in parts]), table(weight[0]))
+
+
+class TwoRanks(EngineRows):
+    """An adapter whose square weights are split by input columns, as on the second of two ranks."""
+
+    def module_path(self, path, module):
+        return path.replace("square", "renamed")
+
+    def weight_split(self, name, parameter, module):
+        return (1, 4) if name == "square.weight" and isinstance(module, nn.Linear) else (-1, 0)
+
+
+def test_adapters_say_how_parameters_are_split():
+    model = Model()
+    found = {s.name: s for s in named_sketches(model, TwoRanks(SequenceBook(None)))}
+    assert set(found) == {"embed.weight", "head.weight", "renamed.weight", "renamed.bias", "transposed"}
+    assert found["renamed.weight"].axis == 1 and found["renamed.bias"].axis == -1
+    expected = model.square.weight.detach().double().numpy() @ column_vector(4, 4)
+    assert close(found["renamed.weight"].rows[:, 0], expected)
+    assert EngineRows(SequenceBook(None)).weight_split("w", model.square.weight, model.square) == (-1, 0)

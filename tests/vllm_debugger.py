@@ -29,6 +29,9 @@ from probe import PrecisionDebugger
 from probe.errors import UsageError
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2], [11]]
+BLOCK = 32
+SHARED = [[*range(20, 20 + BLOCK + 5), 3], [*range(20, 20 + BLOCK + 5), 4, 5]]
+"""Prompts of which the second finds its first block in the cache."""
 
 
 def in_place(self, x, residual=None):
@@ -37,6 +40,21 @@ def in_place(self, x, residual=None):
         return RMSNorm.forward_native(self, x)
     torch.ops._C.fused_add_rms_norm(x, residual, self.weight.data, self.variance_epsilon)
     return x, residual
+
+
+def generate_with_a_weight_sync(llm: LLM, model: Any, folder: Path, params: SamplingParams) -> list[int]:
+    """Generate one response whose engine receives (the same) weights after two steps; return all its tokens."""
+    engine, output = llm.llm_engine, None
+    with PrecisionDebugger(enabled=True, dump_path=str(folder)).start(llm):
+        engine.add_request("again", {"prompt_token_ids": PROMPTS[1]}, params)
+        for step in range(100):
+            if step == 2:
+                model.load_weights(iter(()))
+            if not engine.has_unfinished_requests():
+                break
+            output = next(iter(engine.step()), output)
+    assert output is not None
+    return PROMPTS[1] + list(output.outputs[0].token_ids)
 
 
 def main() -> None:
@@ -49,7 +67,8 @@ def main() -> None:
         max_model_len=64,
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        enable_prefix_caching=False,
+        block_size=BLOCK,
+        enable_prefix_caching=True,
         skip_tokenizer_init=True,
     )
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -64,6 +83,11 @@ def main() -> None:
             outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], greedy, use_tqdm=False)
         hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in runner.model.modules())
         facts[name] = {"tokens": [p + list(o.outputs[0].token_ids) for p, o in zip(PROMPTS, outputs)], "hooks": hooks}
+    with PrecisionDebugger(enabled=True, dump_path=str(folder / "cached")).start(llm):
+        outputs = llm.generate([{"prompt_token_ids": p} for p in SHARED], greedy, use_tqdm=False)
+    facts["cached"] = {"tokens": [p + list(o.outputs[0].token_ids) for p, o in zip(SHARED, outputs)]}
+    facts["cached"]["hits"] = [o.num_cached_tokens for o in outputs]
+    facts["synced"] = {"tokens": generate_with_a_weight_sync(llm, runner.model, folder / "synced", greedy)}
     try:
         PrecisionDebugger(enabled=True, dump_path=str(folder / "no")).start(llm, uids=["a"])
     except UsageError as error:

@@ -1,73 +1,24 @@
-"""Canonical names and the rules that reach them from an engine's native tensors; the tables themselves are data.
+"""Rules that reach canonical names from an engine's native tensors; the tables themselves are data.
 
-A *label* is ``module:slot`` in one string (``layers.{i}.self_attn.q_proj:output.0``) or a parameter name; ``{i}``
-stands for a layer number and ``{p}`` for ``weight`` or ``bias``. Canonical names are Hugging Face's, less ``model.``.
+Labels may hold placeholders: ``{i}`` a layer number, ``{e}`` an expert's global number, ``{p}`` weight or bias.
+:mod:`probe.compare.names.canonical` lists the canonical ones; docs/names.md shows how to add a family.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from probe.compare.routing import RoutingRule, routing_rule
+
 Key = tuple[str, str]
 
-# (label, operations that precede the tensor inside its layer). Operations drive the modelled noise floor; the residual
-# addition between o_proj and post_attention_layernorm counts as one.
-LAYER_TENSORS: tuple[tuple[str, int], ...] = (
-    ("layers.{i}.input_layernorm:output.0", 1),
-    ("layers.{i}.self_attn.q_proj:output.0", 2),
-    ("layers.{i}.self_attn.k_proj:output.0", 2),
-    ("layers.{i}.self_attn.v_proj:output.0", 2),
-    ("layers.{i}.self_attn.q_norm:output.0", 3),
-    ("layers.{i}.self_attn.k_norm:output.0", 3),
-    ("layers.{i}.self_attn.rotary_emb:output.0", 4),
-    ("layers.{i}.self_attn.rotary_emb:output.1", 4),
-    ("layers.{i}.self_attn.o_proj:input.0", 5),
-    ("layers.{i}.self_attn.o_proj:output.0", 6),
-    ("layers.{i}.post_attention_layernorm:output.0", 8),
-    ("layers.{i}.mlp.gate_proj:output.0", 9),
-    ("layers.{i}.mlp.up_proj:output.0", 9),
-    ("layers.{i}.mlp.down_proj:input.0", 10),
-    ("layers.{i}.mlp.down_proj:output.0", 11),
-    ("layers.{i}:output.0", 12),
-)
-OPS_PER_LAYER = 12
-EMBEDDING = "embed_tokens:output.0"
-FINAL_NORM = "norm:output.0"
-LOGITS = "lm_head:output.0"
-_TAIL = {FINAL_NORM: 1, LOGITS: 2}
-_OFFSETS = {label: (place, ops) for place, (label, ops) in enumerate(LAYER_TENSORS)}
-_LAYER = re.compile(r"^layers\.(\d+)(?=[.:])")
-
-
-def layer_of(label: str) -> int | None:
-    """Return the layer number of a canonical label, or None outside the layers."""
-    found = _LAYER.match(label)
-    return int(found.group(1)) if found else None
-
-
-@dataclass(frozen=True, order=True)
-class Place:
-    """Where a tensor stands in execution: sort key, and the number of operations whose rounding it inherits."""
-
-    rank: tuple[int, ...]
-    ops: int
-
-
-def place_of(label: str, layers: int) -> Place | None:
-    """Return the :class:`Place` of a canonical label in a model of ``layers`` layers; None if it is not canonical."""
-    if label == EMBEDDING:
-        return Place((-1, 0), 0)
-    if label in _TAIL:
-        return Place((layers, _TAIL[label]), layers * OPS_PER_LAYER + _TAIL[label])
-    layer = layer_of(label)
-    if layer is None:
-        return None
-    offset = _OFFSETS.get(_LAYER.sub("layers.{i}", label))
-    return Place((layer, offset[0]), layer * OPS_PER_LAYER + offset[1]) if offset else None
+RECOMPUTED = frozenset({"rms_norm", "route"})
+"""Operations that compute a tensor which no module returned, from what went into the module and its parameters."""
 
 
 def label_of(key: Key) -> str:
@@ -89,26 +40,32 @@ class Rule:
     """Canonical tensors out of native ones.
 
     ``native``: labels that must all be there; ``canonical``: one label per part that ``operation`` yields, in order.
-    ``operation`` is a key of :data:`probe.compare.merge.OPERATIONS`. Earlier rules of a table win.
+    ``operation`` is a key of :data:`probe.compare.merge.OPERATIONS`. ``parameters``: names of 1-D parameters whose
+    stored values the operation needs too. Earlier rules of a table win. The rule applies only where every fact in
+    ``needs`` and none in ``unless`` holds (see :func:`probe.compare.match.facts_of`).
     """
 
     native: tuple[str, ...]
     canonical: tuple[str, ...]
     operation: str = "whole"
+    parameters: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+    stated: str = ""
+    """Where a user stated the rule; empty for those of a table."""
 
 
 @dataclass(frozen=True)
 class Unavailable:
-    """A canonical tensor that an engine cannot give, and why.
+    """A canonical tensor that an engine cannot give, and why: read where no rule found a source.
 
-    It applies where the module ``identity`` is an IdentityOp or the parameter ``parameter`` exists; with neither named,
-    wherever no rule found a source.
+    ``needs`` and ``unless`` restrict it to models of which those facts hold.
     """
 
     canonical: tuple[str, ...]
     reason: str
-    identity: str = ""
-    parameter: str = ""
+    needs: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,11 +86,17 @@ class EngineTable:
 
 @dataclass(frozen=True)
 class Source:
-    """How one canonical tensor is made: part ``part`` of ``operation`` on these native labels."""
+    """How one canonical tensor is made: part ``part`` of ``operation`` on these native labels.
+
+    ``parameters`` are the native parameters whose values the operation reads; ``origin`` says what decided: the table,
+    a mapping file, a common name or a proposal.
+    """
 
     native: tuple[str, ...]
     operation: str
     part: int
+    parameters: tuple[str, ...] = ()
+    origin: str = ""
 
 
 @dataclass
@@ -149,23 +112,30 @@ class Resolution:
     spare: dict[str, str] = field(default_factory=dict)
 
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
+_OUTER = re.compile(r"^(module\.|base_model\.model\.)+")
+_ADAPTED = re.compile(r"\.(base_layer|modules_to_save\.default)(?=\.(weight|bias)$)")
 
 
 def strip_native(label: str, prefixes: tuple[str, ...]) -> str:
-    """Return a native label without the wrappers of DDP, FSDP and torch.compile and without the engine's prefix."""
-    for wrapper in _WRAPPERS:
-        label = label.replace(wrapper, "")
-    while label.startswith("module."):
-        label = label.removeprefix("module.")
+    """Return a native label without the engine's prefix and the wrappers of DDP, FSDP, torch.compile, checkpointing.
+
+    PEFT's outer wrapper goes too; of a layer that it adapts, the base layer's parameters keep the layer's own name.
+    """
+    label = _ADAPTED.sub("", _OUTER.sub("", _WRAPPERS.sub("", label)))
     prefix = next((p for p in prefixes if label.startswith(p)), "")
     return label.removeprefix(prefix)
 
 
+_PLACEHOLDERS = {"i": r"\d+", "e": r"\d+", "p": "weight|bias"}
+
+
 @cache
 def pattern(label: str) -> re.Pattern[str]:
-    """Compile a label with ``{i}`` and ``{p}`` placeholders."""
-    text = re.escape(label).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{p\}", "(?P<p>weight|bias)")
+    """Compile a label with placeholders; one that occurs twice must have the same value both times."""
+    text = re.escape(label)
+    for name, values in _PLACEHOLDERS.items():
+        text = text.replace(rf"\{{{name}\}}", f"(?P<{name}>{values})", 1).replace(rf"\{{{name}\}}", f"(?P={name})")
     return re.compile(text + r"\Z")
 
 
@@ -176,31 +146,78 @@ def fill(label: str, values: Mapping[str, str]) -> str:
     return label
 
 
-def resolve(rules: tuple[Rule, ...], natives: Iterable[str], refused: Iterable[str] = ()) -> Resolution:
-    """Apply a table's rules to native labels; canonical labels in ``refused`` get no source."""
-    present = dict.fromkeys(natives)
-    blocked, result = set(refused), Resolution()
+def holds(entry: Rule | Unavailable, values: Mapping[str, str], facts: Iterable[str]) -> bool:
+    """Tell whether the conditions of an entry hold, with its placeholders filled."""
+    return all(fill(fact, values) in facts for fact in entry.needs) and not any(
+        fill(fact, values) in facts for fact in entry.unless
+    )
+
+
+def resolve(
+    rules: Iterable[Rule],
+    natives: Iterable[str],
+    facts: Iterable[str] = (),
+    experts: Mapping[str, int] | None = None,
+) -> Resolution:
+    """Apply a table's rules to native labels.
+
+    ``facts``: what else holds of the model; ``experts``: native label -> how many experts it stacks, for rules whose
+    canonical labels have an ``{e}`` that the native one has not.
+    """
+    present, known, result = dict.fromkeys(natives), set(facts), Resolution()
+    alike: dict[str, list[str]] = defaultdict(list)
+    for native in present:
+        alike[_NUMBER.sub("#", native)].append(native)
     for rule in rules:
-        for native in present:
+        for native in [native for form in _forms(rule.native[0]) for native in alike.get(form, ())]:
             match = pattern(rule.native[0]).match(native)
             if match:
-                _apply(rule, match.groupdict(), present, blocked, result)
+                _apply(rule, match.groupdict(), present, known, (experts or {}).get(native, 0), result)
     for label in result.used:
         result.spare.pop(label, None)
     return result
 
 
-def _apply(rule: Rule, values: dict[str, str], present: dict[str, None], blocked: set[str], result: Resolution) -> None:
+_NUMBER = re.compile(r"\d+|\{[ie]\}")
+
+
+def _forms(label: str) -> tuple[str, ...]:
+    """Return a label with every number taken out, once for each kind of parameter: few labels share such a form."""
+    form = _NUMBER.sub("#", label)
+    return tuple(form.replace("{p}", kind) for kind in ("weight", "bias")) if "{p}" in form else (form,)
+
+
+def _apply(
+    rule: Rule, values: dict[str, str], present: dict[str, None], facts: set[str], experts: int, result: Resolution
+) -> None:
     natives = tuple(fill(label, values) for label in rule.native)
-    if not all(label in present for label in natives):
+    parameters = tuple(fill(name, values) for name in rule.parameters)
+    if not all(label in present for label in natives) or not all(f"value {name}" in facts for name in parameters):
         return
-    for part, label in enumerate(rule.canonical):
-        target = fill(label, values)
-        if target in blocked or target in result.sources:
-            result.spare.update(dict.fromkeys(natives, target))
+    if not all(fill(fact, values) in facts for fact in rule.needs):
+        return
+    allowed = holds(rule, values, facts)
+    for part, label in enumerate(_parts(rule, values, experts)):
+        if not allowed or label in result.sources:
+            result.spare.update((native, label) for native in natives if native not in result.spare)
         else:
-            result.sources[target] = Source(natives, rule.operation, part)
+            result.sources[label] = Source(natives, rule.operation, part, parameters, rule_text(rule))
             result.used.update(natives)
+
+
+def _parts(rule: Rule, values: dict[str, str], experts: int) -> list[str]:
+    """Return the canonical label of each part; stacked experts yield their parts one expert after the other."""
+    labels = [fill(label, values) for label in rule.canonical]
+    if not any("{e}" in label for label in labels):
+        return labels
+    return [fill(label, {"e": str(expert)}) for expert in range(experts) for label in labels]
+
+
+def rule_text(rule: Rule) -> str:
+    """Return a rule in one line, as ``probe compare --explain`` shows it."""
+    how = "" if rule.operation == "whole" else f" ({rule.operation})"
+    where = rule.stated or "table"
+    return f"{where}: {' + '.join((*rule.native, *rule.parameters))} -> {', '.join(rule.canonical)}{how}"
 
 
 # -- facts about the model --------------------------------------------------------------------------------------------
@@ -218,6 +235,12 @@ class ModelShape:
     head_dim: int
     vocab: int
     tied: bool
+    experts: int = 0
+    eps: float = 0.0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    rope_dim: int = 0
+    routing: RoutingRule | None = None
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> ModelShape:
@@ -226,9 +249,12 @@ class ModelShape:
         config = (manifest.get("model") or {}).get("config") or {}
         config = config.get("text_config") or config
 
-        def size(name: str, *others: str) -> int:
+        def number(name: str, *others: str) -> float:
             found = (source.get(key) for source in (layout, config) for key in (name, *others))
-            return int(next((value for value in found if isinstance(value, int | float)), 0))
+            return next((value for value in found if isinstance(value, int | float)), 0)
+
+        def size(name: str, *others: str) -> int:
+            return int(number(name, *others))
 
         hidden, heads = size("hidden_size"), size("num_attention_heads")
         return cls(
@@ -240,4 +266,10 @@ class ModelShape:
             head_dim=size("head_dim") or (hidden // heads if heads else 0),
             vocab=size("vocab_size"),
             tied=bool(config.get("tie_word_embeddings")),
+            experts=size("num_experts", "num_local_experts", "n_routed_experts", "num_moe_experts"),
+            eps=float(number("rms_norm_eps", "layernorm_epsilon")),
+            q_lora_rank=size("q_lora_rank"),
+            kv_lora_rank=size("kv_lora_rank"),
+            rope_dim=size("qk_rope_head_dim"),
+            routing=routing_rule(config),
         )

@@ -17,10 +17,12 @@ from typing import Any
 from probe.compare.report import charts, markdown
 from probe.compare.report.model import (
     OPTIONAL_SECTIONS,
+    ROUTING_MARGINS,
     VERDICTS,
     Layer,
     Report,
     clean_floats,
+    details,
     differing_environment,
     focus,
     in_order,
@@ -28,6 +30,8 @@ from probe.compare.report.model import (
     is_first_divergence,
     label,
     number,
+    routing_words,
+    row_reasons,
     verdict_counts,
     visible,
     worst_first,
@@ -157,6 +161,11 @@ def _page(report: Report, caps: Caps) -> str:
         sides=_sides(report),
         backends=sorted({key for side in report["backends"].values() for key in side}),
         issue=markdown.render(report),
+        headline=report["headline"].removeprefix(report["verdict"]),
+        details=details(report),
+        reasons=row_reasons(report),
+        routing=routing_words(report["moe"]) if report["moe"] else "",
+        margins=ROUTING_MARGINS,
     )
 
 

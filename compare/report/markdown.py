@@ -10,7 +10,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from probe.compare.report.model import Report, differing_environment, focus, label, number, verdict_counts, visible
+from probe.compare.report.model import (
+    Report,
+    details,
+    differing_environment,
+    focus,
+    label,
+    number,
+    routing_words,
+    row_reasons,
+    verdict_counts,
+    visible,
+)
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$@!&])")
 _SIDE_ROWS = (
@@ -30,10 +41,16 @@ _FIGURES = ("rel_l2", "floor", "ratio", "max_abs")
 def render(report: Report) -> str:
     """Return GitHub-flavoured Markdown: verdict, both sides, gates, first divergent modules, tokens, commands."""
     a, b = report["a"], report["b"]
-    title = f"### probe compare: {report['verdict']} ({_plain(a.get('engine'))} vs {_plain(b.get('engine'))})"
-    blocks = [title, _plain(report["summary"]), _first(report)]
+    title = f"### probe compare, {_plain(a.get('engine'))} vs {_plain(b.get('engine'))}: {_plain(report['headline'])}"
+    blocks = [title, _plain(details(report)), _first(report)]
     blocks += [_bullets("Not compared", report["not_compared"]), _sides(report), _gates(report), _modules(report)]
-    blocks += [_tokens(report["tokens"]), _environment(report), _commands(report["next_commands"])]
+    blocks += [
+        _experts(report),
+        _rows(report),
+        _tokens(report["tokens"]),
+        _environment(report),
+        _commands(report["next_commands"]),
+    ]
     return "\n\n".join([block for block in blocks if block] + [f"<sub>probe {_plain(report['probe'])}</sub>"]) + "\n"
 
 
@@ -93,6 +110,20 @@ def _modules(report: Report) -> str:
         return f"Modules: {counts}"
     table = _table(("module", "verdict", "relL2", "noise floor", "ratio", "max abs"), rows, right=len(_FIGURES))
     return f"Modules: {counts}\n\n{table}"
+
+
+def _experts(report: Report) -> str:
+    return f"Experts: {_plain(routing_words(report['moe']))}" if report["moe"] else ""
+
+
+def _rows(report: Report) -> str:
+    reasons = row_reasons(report)
+    if not reasons:
+        return ""
+    table = _table(
+        ("of", "not joined because", "rows"), [(s.upper(), _plain(w), str(n)) for s, w, n in reasons], right=1
+    )
+    return f"Rows: {report['coverage']['rows']['joined']} joined\n\n{table}"
 
 
 def _tokens(tokens: dict[str, Any]) -> str:

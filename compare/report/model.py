@@ -25,6 +25,20 @@ GATE_STATUSES = ("pass", "warn", "fail", "skipped")
 OPTIONAL_SECTIONS = {"suspects": "Suspected causes", "ppo": "Effect on the PPO update", "action": "Recommended action"}
 NOT_BUILT = "not built"
 
+#: Why a row of one side did not join -> the words a reader sees; the order is the order in which reasons are tried.
+ROW_REASONS = {
+    "padding": "padding",
+    "computed_again": "computed again in a later piece of the trajectory",
+    "other_sequence": "of a sequence that only this side has",
+    "other_version": "of another weight version",
+    "prefix_cache": "not executed by the other side (prefix cache)",
+    "not_executed": "not executed by the other side (last generated token)",
+    "prompts_only": "response rows that the other side was told not to store",
+    "beyond_prefix": "after the point where the two sides' tokens part",
+    "part_of_shards": "stored by some tensor-parallel ranks only",
+    "not_stored": "not stored by the other side",
+}
+
 _TYPES: dict[str, tuple[type, ...]] = {
     "schema": (int,),
     "probe": (str,),
@@ -32,6 +46,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "a": (dict,),
     "b": (dict,),
     "verdict": (str,),
+    "headline": (str,),
     "summary": (str,),
     "not_compared": (list,),
     "gates": (list,),
@@ -39,6 +54,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "layers": (list,),
     "first_divergence": (dict, type(None)),
     "suspects": (dict, list),
+    "moe": (dict, type(None)),
     "tokens": (dict,),
     "ppo": (dict,),
     "environment": (list,),
@@ -105,6 +121,44 @@ def _word_problems(report: Mapping[str, Any]) -> Iterable[str]:
     for layer in report["layers"]:
         if layer.get("verdict") not in VERDICTS:
             yield f"layer {layer.get('name')!r} has verdict {layer.get('verdict')!r}"
+
+
+def details(report: Report) -> str:
+    """Return the summary without its first sentence, the headline, for forms that show the headline by itself."""
+    return str(report["summary"]).removeprefix(headline_sentence(report["headline"])).strip()
+
+
+def headline_sentence(headline: str) -> str:
+    """Return the headline as the sentence that opens the summary."""
+    return f"{headline[:1].upper()}{headline[1:]}."
+
+
+#: Median margins that the forms show of a layer's routing: of its flips on each side, and of all its tokens.
+ROUTING_MARGINS = (("margin", "a"), ("margin", "b"), ("margin_all", "b"))
+
+
+def routing_words(moe: Mapping[str, Any]) -> str:
+    """Return the figures of the report's ``moe`` in one line."""
+    derived = [side.upper() for side in ("a", "b") if moe["ids"][side] != "used"]
+    parts = [
+        f"{moe['exact_set_rate']:.2%} of the choices are the same set",
+        f"overlap {moe['overlap']:.4f}",
+        f"{moe['flip_rate']:.1%} of {moe['tokens']} tokens use another expert in some layer",
+    ]
+    parts += [f"{moe['unexplained']} of {moe['flips']} flips not explained by rounding"] if moe["flips"] else []
+    parts += [f"ids of {' and '.join(derived)} derived from logits"] if derived else []
+    return ", ".join(parts)
+
+
+def row_reasons(report: Report) -> list[tuple[str, str, int]]:
+    """Return (side, reason in words, rows) for every reason why rows did not join."""
+    rows = report["coverage"].get("rows") or {}
+    return [
+        (side, words, rows[side][reason])
+        for side in ("a", "b")
+        for reason, words in ROW_REASONS.items()
+        if (rows.get(side) or {}).get(reason)
+    ]
 
 
 def is_built(section: Any) -> bool:

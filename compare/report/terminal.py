@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from probe.compare.report.model import (
     OPTIONAL_SECTIONS,
+    ROUTING_MARGINS,
     Report,
+    details,
     differing_environment,
     focus,
     is_built,
     is_first_divergence,
     label,
     number,
+    routing_words,
+    row_reasons,
     verdict_counts,
     visible,
     worst_tokens,
@@ -40,7 +44,7 @@ _STYLES = {
 
 def render(report: Report, console: Console) -> None:
     """Print the report to ``console``; the console decides on width and colour (rich obeys NO_COLOR)."""
-    for part in (_head, _gates, _modules, _coverage, _tokens, _environment, _not_built, _next):
+    for part in (_head, _gates, _modules, _experts, _coverage, _tokens, _environment, _not_built, _next):
         part(report, console)
 
 
@@ -82,8 +86,9 @@ def _row(console: Console, table: Table, *cells: Any) -> None:
 
 def _head(report: Report, console: Console) -> None:
     verdict = report["verdict"]
-    _say(console, ("verdict: ", "bold"), (verdict, _STYLES[verdict]), f"  {_side(report['a'])} vs {_side(report['b'])}")
-    _say(console, report["summary"])
+    _say(console, ("verdict: ", "bold"), (verdict, _STYLES[verdict]), report["headline"].removeprefix(verdict))
+    _say(console, (f"{_side(report['a'])} vs {_side(report['b'])}", "dim"))
+    _say(console, details(report))
     first = report["first_divergence"]
     if first:
         place = f" at position {first.get('position')} of {first.get('sequence')}" if first.get("sequence") else ""
@@ -120,23 +125,48 @@ def _modules(report: Report, console: Console) -> None:
     _title(console, "Modules", f"{counts}; {len(shown)} of {len(layers)}, {which}")
     table = _grid([("module", ""), ("verdict", ""), ("relL2", "right"), ("floor", "right"), ("ratio", "right")])
     for layer in shown:
-        mark = "> " if is_first_divergence(report, layer) else "  "
+        mark = "> " if is_first_divergence(report, layer) else "~ " if layer.get("proposed") else "  "
         figures = [number(layer.get(key), 2) for key in ("rel_l2", "floor", "ratio")]
         _row(console, table, mark + label(layer), layer["verdict"], *figures)
+    console.print(table)
+
+
+def _experts(report: Report, console: Console) -> None:
+    """Print the routing of a model with experts; its layers only where tokens were routed otherwise."""
+    moe = report["moe"]
+    if not moe:
+        return
+    _title(console, "Experts", routing_words(moe))
+    layers = [layer for layer in moe["layers"] if layer["flips"]]
+    if not layers:
+        return
+    headers = ["layer", "flips", "unexplained", "overlap", "margin A", "margin B", "all tokens"]
+    table = _grid([(name, "right") for name in headers])
+    for layer in layers:
+        margins = [(layer[key][side] or {}).get("median") for key, side in ROUTING_MARGINS]
+        counts = layer["layer"], layer["flips"], layer["unexplained"], number(layer["overlap"])
+        _row(console, table, *counts, *(number(value, 2) for value in margins))
     console.print(table)
 
 
 def _coverage(report: Report, console: Console) -> None:
     coverage = report["coverage"]
     unmatched = [len(coverage.get(key) or []) for key in ("only_a", "only_b", "unavailable")]
-    rows = [coverage.get(key) or 0 for key in ("rows_joined", "rows_only_a", "rows_only_b", "rows_not_executed")]
+    joined = (coverage.get("rows") or {}).get("joined", 0)
     _title(console, "Coverage")
     _say(
         console,
         f"{coverage.get('matched', 0)} tensors matched; {unmatched[0]} only in A, {unmatched[1]} only in B, "
-        f"{unmatched[2]} unavailable. {rows[0]} rows joined; {rows[1]} only in A, {rows[2]} only in B, "
-        f"{rows[3]} not executed.",
+        f"{unmatched[2]} unavailable. {joined} rows joined.",
     )
+    if coverage.get("proposed"):
+        _say(console, f"{coverage['proposed']} of the pairs (marked ~) are only proposed: confirm them with --map.")
+    reasons = row_reasons(report)
+    if reasons:
+        table = _grid([("rows", "right"), ("of", ""), ("not joined because", "")])
+        for side, words, count in reasons:
+            _row(console, table, count, side.upper(), words)
+        console.print(table)
 
 
 def _tokens(report: Report, console: Console) -> None:

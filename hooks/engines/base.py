@@ -16,13 +16,19 @@ class EngineRows:
     """Base of the adapters: turns a row grid into the rows of a call, restricted to what is recorded.
 
     ``prompts_only`` keeps rows before each sequence's prompt length; ``token_range`` keeps a closed range of positions.
-    ``logits`` names the tensor that holds the logits.
+    ``logits`` names the tensor that holds the logits. ``tp_rank`` and ``tp_size`` say which of how many tensor-parallel
+    ranks this process is. ``sequence_prefix`` goes before the names that sequences get for want of a uid. While
+    ``paused``, forwards only keep other ranks company and are not recorded.
     """
 
     name = "module"
     layouts: tuple[str, ...] = ("bs", "flat", "sb")
     logits = ("lm_head", "output.0")
     runs_after_forward = False
+    tp_rank = 0
+    tp_size = 1
+    sequence_prefix = ""
+    paused = False
 
     def __init__(self, book: SequenceBook, *, prompts_only: bool = False) -> None:
         self.book, self.prompts_only = book, prompts_only
@@ -45,6 +51,30 @@ class EngineRows:
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> np.ndarray | None:
         """Return None: every tensor with rows holds all of them."""
         return None
+
+    def shard_of(self, path: str, slot: str) -> str:
+        """Return "": how a tensor lies over the TP ranks is not declared."""
+        return ""
+
+    def taps(self, path: str, module: torch.nn.Module) -> dict[str, str]:
+        """Return no methods: everything worth recording is a module's."""
+        return {}
+
+    def facts(self, path: str) -> dict[str, Any]:
+        """Return nothing: a module's own attributes say all."""
+        return {}
+
+    def weight_split(self, name: str, parameter: torch.Tensor, module: torch.nn.Module) -> tuple[int, int]:
+        """Return (-1, 0): the TP ranks do not share the parameter.
+
+        Else (0, 0) where each holds output rows, and (1, c) where it holds the input columns from the global column c.
+        ``name`` is the parameter's path in the dump, ``module`` the one that owns it.
+        """
+        return -1, 0
+
+    def known_tokens(self) -> dict[str, list[int]]:
+        """Return, by uid, the token ids of sequences that rows alone may not give: none."""
+        return {}
 
     def end_call(self, output: Any) -> None:
         """Do nothing: nothing runs after the model's own forward."""

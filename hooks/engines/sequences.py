@@ -15,21 +15,31 @@ class SequenceBook:
         self._numbers: dict[str, int] = {}
         self.sequences: list[Sequence] = []
 
-    def number(self, announced: Announced, *, length: int, request_id: str = "", weight_version: int = 0) -> int:
-        """Return the sequence's number in the file, registering it when it is new; its length only grows."""
-        if announced.uid not in self._numbers:
+    def number(
+        self, announced: Announced, *, length: int, request_id: str = "", weight_version: int = 0, cached: int = 0
+    ) -> int:
+        """Return the sequence's number in the file, registering it when it is new; its length only grows.
+
+        What one uid runs under another weight version is a sequence of its own, ``UID#vN``, of the same trajectory.
+        """
+        version = weight_version or announced.weight_version
+        uid = announced.uid
+        if uid in self._numbers and self.sequences[self._numbers[uid]].weight_version != version:
+            uid = f"{uid}#v{version}"
+        if uid not in self._numbers:
             sequence = Sequence(
                 index=0,
-                uid=announced.uid,
+                uid=uid,
                 request_id=request_id,
                 trajectory=announced.trajectory or announced.uid,
                 sample=announced.sample,
                 prompt_len=length if announced.prompt_len is None else announced.prompt_len,
-                weight_version=weight_version,
+                weight_version=version,
+                cached=cached,
             )
-            self._numbers[announced.uid] = self._writer.add_sequence(sequence)
+            self._numbers[uid] = self._writer.add_sequence(sequence)
             self.sequences.append(sequence)
-        sequence = self.sequences[self._numbers[announced.uid]]
+        sequence = self.sequences[self._numbers[uid]]
         sequence.length = max(sequence.length, length)
         return sequence.index
 

@@ -10,12 +10,32 @@ import torch
 
 from probe.errors import CaptureError
 from probe.hooks.engines.base import EngineRows
+from probe.hooks.engines.batches import Cells, numpy_of, read_cells, read_mask, read_positions
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.rows import Announced, CallRows, grid_of
 
 IGNORED_LABEL = -100
 """Label of tokens that carry no loss: torch.nn.CrossEntropyLoss's ignore_index, which HF uses for prompts."""
 HEAD = "lm_head"
+
+
+HEADS_FIRST = {
+    **{
+        f"{family}Attention": ("q_norm", "k_norm")
+        for family in (
+            "Gemma3",
+            "Exaone4",
+            "ExaoneMoe",
+            "Apertus",
+            "HYV3",
+            "NanoChat",
+            "T5Gemma2Self",
+            "T5Gemma2Merged",
+        )
+    },
+    **{f"Deepseek{version}Attention": ("kv_b_proj",) for version in ("V2", "V3", "V32")},
+}
+"""Classes of attention in transformers -> children that it calls with [batch, heads, position, features]."""
 
 
 class BatchAdapter(EngineRows):
@@ -27,15 +47,27 @@ class BatchAdapter(EngineRows):
     """
 
     name = "transformers"
+    true_hides = False
+    """What True means in a square boolean mask: Hugging Face (and torch) let the key be seen, Megatron hides it."""
 
     def __init__(self, book: SequenceBook, *, prompts_only: bool = False) -> None:
         super().__init__(book, prompts_only=prompts_only)
         self.announced: list[Announced] = []
         self._last: list[Announced] = []
+        self._heads_first: set[str] = set()
         self._forwards: dict[int, int] = {}
         self._batches: list[tuple[np.ndarray, list[Announced]]] = []
         self._shape = (0, 0)
         self._logits_to_keep = 0
+
+    def module_path(self, path: str, module: torch.nn.Module) -> str | None:
+        """Return the module's path, and note which of its children see heads before positions."""
+        self._heads_first |= {f"{path}.{leaf}" for leaf in HEADS_FIRST.get(type(module).__name__, ())}
+        return super().module_path(path, module)
+
+    def preferred_layouts(self, path: str, slot: str) -> tuple[str, ...]:
+        """Return heads before positions for the modules that are called so."""
+        return ("bhs",) if path in self._heads_first else ()
 
     def announce(self, sequences: list[Announced]) -> None:
         """Say which sequences the batch rows of the following calls are."""
@@ -50,7 +82,9 @@ class BatchAdapter(EngineRows):
         return cells[:, length - self._logits_to_keep :].reshape(-1)
 
     def begin_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRows | None:
-        """Return the rows of this forward, read off its arguments."""
+        """Return the rows of this forward, read off its arguments; None while paused."""
+        if self.paused:
+            return None
         named = bind_arguments(module, args, kwargs)
         grid = self._grid(module, named)
         kept = named.get("logits_to_keep", 0)
@@ -59,17 +93,48 @@ class BatchAdapter(EngineRows):
 
     def _grid(self, module: torch.nn.Module, named: dict[str, Any]) -> np.ndarray:
         ids = _token_ids(named)
-        real = self._real_cells(named, ids.shape)
-        position = self._positions(named, real)
-        owner = _owners(position, real)
-        count = max(int(owner.max(initial=-1)) + 1, 1 if ids.shape[0] == 1 else ids.shape[0])
-        cells = [owner == number for number in range(count)]
-        starts = [int(position[mine].min()) if mine.any() else 0 for mine in cells]
+        cells = self._cells(named, ids.shape)
+        owned = [cells.of(number) for number in range(cells.count)]
+        starts = [int(cells.position[mine].min()) if mine.any() else 0 for mine in owned]
         sequence = np.full(ids.shape, -1, np.int64)
-        for announced, mine in zip(self.sequences_of_call(module, ids, starts, _prompt_lens(named, cells)), cells):
-            length = int(position[mine].max(initial=-1)) + 1
-            sequence[mine] = self.book.number(announced, length=length)
-        return grid_of(sequence, position, ids)
+        for announced, mine in zip(self.sequences_of_call(module, ids, starts, _prompt_lens(named, owned)), owned):
+            if mine.any():
+                length = int(cells.position[mine].max()) + 1
+                sequence[mine] = self.book.number(announced, length=length)
+        return grid_of(sequence, cells.position, ids)
+
+    def _cells(self, named: dict[str, Any], shape: tuple[int, ...]) -> Cells:
+        """Return which cell is which token of which sequence, from masks, positions, bounds and the announcement."""
+        batch, length = shape
+        known = self.announced if len(self.announced) == batch else []
+        mask = read_mask(first_tensor(named, "attention_mask"), shape, true_hides=self.true_hides)
+        segments = None if mask is None else mask[:, -length:]
+        if segments is not None and not segments.all():  # a mask that hides no token says nothing of padding
+            real = segments != 0
+        else:
+            lengths = [length if a.length is None else a.length for a in known] or [length] * batch
+            real = np.arange(length)[None] < np.array(lengths)[:, None]
+        return read_cells(
+            real,
+            read_positions(first_tensor(named, "position_ids"), shape),
+            segments=segments,
+            bounds=_bounds(named),
+            first=self._first_indices(named, mask, shape, known),
+            split_rows=batch == 1 or not known,
+        )
+
+    def _first_indices(
+        self, named: dict[str, Any], mask: np.ndarray | None, shape: tuple[int, ...], known: list[Announced]
+    ) -> np.ndarray | None:
+        """Return the index of each row's first token, or None where only position_ids can say it."""
+        starts = np.array([a.start for a in known])
+        if mask is not None and mask.shape[1] > shape[1]:  # a decode step over a KV cache
+            return (mask[:, : -shape[1]] != 0).sum(1)
+        if starts.any():
+            return starts
+        cached = _cached_tokens(named.get("past_key_values"))
+        padded = mask is not None and not mask.all()  # then positions may count the padding
+        return np.full(shape[0], cached) if cached or padded else None
 
     def sequences_of_call(
         self, module: torch.nn.Module, ids: np.ndarray, starts: list[int], prompt_lens: list[int | None]
@@ -87,47 +152,33 @@ class BatchAdapter(EngineRows):
                     "announce one per batch row (or packed sequence), or none",
                 )
             return self.announced
-        if turn < len(self._batches) and np.array_equal(self._batches[turn][0], ids):
+        if turn < len(self._batches) and _may_be_equal(self._batches[turn][0], ids):
             return self._batches[turn][1]
         goes_on = any(starts) and [self.book.length(last.uid) for last in self._last] == starts
         if not goes_on:
             first = len(self.book.sequences)
-            self._last = [Announced(uid=f"s{first + n}", prompt_len=known) for n, known in enumerate(prompt_lens)]
+            self._last = [
+                Announced(uid=f"{self.sequence_prefix}s{first + n}", prompt_len=known)
+                for n, known in enumerate(prompt_lens)
+            ]
         self._batches.append((ids, self._last))
         return self._last
 
-    def _real_cells(self, named: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray:
-        batch, length = shape
-        mask = _mask(named)
-        if mask is not None and mask.shape[0] == batch and mask.shape[1] >= length:
-            return mask[:, -length:]
-        known = self.announced if len(self.announced) == batch else []
-        lengths = [length if a.length is None else a.length for a in known] or [length] * batch
-        return np.arange(length)[None] < np.array(lengths)[:, None]
 
-    def _positions(self, named: dict[str, Any], real: np.ndarray) -> np.ndarray:
-        """Return each cell's index in its sequence; position_ids say it unless padding could have shifted them."""
-        mask = _mask(named)
-        given = first_tensor(named, "position_ids")
-        if given is not None and (mask is None or mask.all()):
-            given = given[0] if given.dim() == 3 else given  # M-RoPE passes 3 or 4 rows; the first is the text position
-            if given.shape[-1] == real.shape[1]:
-                return np.broadcast_to(given.detach().cpu().numpy(), real.shape).copy()
-        known = self.announced if len(self.announced) == len(real) else []
-        start = np.array([a.start for a in known] or [0] * len(real))[:, None]
-        if mask is not None and mask.shape[1] > real.shape[1]:  # a decode step over a KV cache
-            start = mask[:, : -real.shape[1]].sum(1)[:, None]
-        elif not start.any():
-            start = start + _cached_tokens(named.get("past_key_values"))
-        return start + np.cumsum(real, axis=1) - 1
+def _may_be_equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Tell whether two batches have the same ids wherever both know them: later chunks of a pipeline may see none."""
+    return one.shape == other.shape and bool(((one == other) | (one < 0) | (other < 0)).all())
 
 
 def _token_ids(named: dict[str, Any]) -> np.ndarray:
     """Return the token ids [batch, position] of a forward, -1 where only embeddings were given.
 
-    A module that is no language model gets one row per entry of its first tensor's leading axis.
+    Where no argument has the usual name, a first tensor of whole numbers holds the ids; a module that is no language
+    model gets one row per entry of its first tensor's leading axis.
     """
     token, embedded = first_tensor(named, "input_ids"), first_tensor(named, "inputs_embeds")
+    if token is None and embedded is None:
+        token = _unnamed_ids(named)
     if token is not None:
         return (token[None] if token.dim() == 1 else token).detach().cpu().numpy()
     if embedded is not None and embedded.dim() == 3:
@@ -136,17 +187,21 @@ def _token_ids(named: dict[str, Any]) -> np.ndarray:
     return np.full((1, values.shape[0]), -1)
 
 
-def _mask(named: dict[str, Any]) -> np.ndarray | None:
-    mask = first_tensor(named, "attention_mask")
-    return None if mask is None or mask.dim() != 2 else mask.detach().cpu().numpy().astype(bool)
+_NO_IDS = ("position", "mask", "label", "seq", "type", "index")
+"""Parts of the names of arguments that hold whole numbers and no token ids."""
 
 
-def _owners(position: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Return the number of each cell's sequence, -1 for padding: its batch row, or its part of a packed row."""
-    owner = np.broadcast_to(np.arange(len(real))[:, None], real.shape)
-    if len(real) == 1 and real.all():
-        owner = np.cumsum(np.diff(position, axis=1, prepend=-1) <= 0, axis=1)
-    return np.where(real, owner, -1)
+def _unnamed_ids(named: dict[str, Any]) -> torch.Tensor | None:
+    name, value = next(((n, v) for n, v in named.items() if isinstance(v, torch.Tensor) and v.dim()), ("", None))
+    if value is None or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        return None
+    return value if value.dim() in (1, 2) and not any(part in name for part in _NO_IDS) else None
+
+
+def _bounds(named: dict[str, Any]) -> np.ndarray | None:
+    """Return where packed sequences begin in the flattened batch, as Hugging Face's flash attention is told."""
+    bounds = first_tensor(named, "cu_seq_lens_q")
+    return None if bounds is None else numpy_of(bounds).astype(np.int64)
 
 
 def _prompt_lens(named: dict[str, Any], cells: list[np.ndarray]) -> list[int | None]:
@@ -172,7 +227,8 @@ def bind_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
     if not args:
         return kwargs
     try:
-        return dict(inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments)
+        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        return {name: value for name, value in bound.arguments.items() if name not in kwargs} | kwargs
     except (TypeError, ValueError):  # a forward whose signature cannot be read: keep what has a name
         return {f"input{i}": value for i, value in enumerate(args)} | kwargs
 

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from probe.errors import CaptureError
+from probe.hooks.engines import vllm_moe
 from probe.hooks.engines.base import EngineRows
 from probe.hooks.engines.sequences import SequenceBook
+from probe.hooks.engines.vllm_parallel import Place, ShardMap, weight_split
 from probe.hooks.rows import Announced, CallRows, grid_of
 
 LOGITS_MODULE = "logits_processor"
 
 
+@dataclass
+class Piece:
+    """What a request runs under one weight version: its uid in the dump, its number among the request's pieces."""
+
+    uid: str
+    number: int
+    version: int
+
+
 class VllmAdapter(EngineRows):
     """Rows of a vLLM model runner's passes.
 
-    A pass concatenates the scheduled tokens of each request in the order of the runner's input batch, so that a row's
-    request follows from ``num_scheduled_tokens`` and its position from the ``positions`` argument. Passes outside
-    ``execute_model`` (profiling, warm-up, graph capture) serve no request and are not captured.
+    A pass concatenates the scheduled tokens of each request in the order of the runner's input batch. A row's request
+    follows from ``num_scheduled_tokens`` and its position from ``num_computed_tokens``, not from the ``positions``
+    argument, in which the tokens of an image share a position (M-RoPE). Passes outside ``execute_model`` (profiling,
+    warm-up, graph capture) serve no request and are not captured.
     """
 
     name = "vllm"
@@ -32,28 +43,87 @@ class VllmAdapter(EngineRows):
     runs_after_forward = True
 
     def __init__(
-        self, book: SequenceBook, runner: Any, *, prompts_only: bool = False, prompt_lens: dict[str, int] | None = None
+        self,
+        book: SequenceBook,
+        runner: Any,
+        *,
+        prompts_only: bool = False,
+        prompt_lens: dict[str, int] | None = None,
+        place: Place | None = None,
     ) -> None:
         super().__init__(book, prompts_only=prompts_only)
         self.runner = runner
         self.prompt_lens = prompt_lens or {}
+        self.shards = ShardMap()
+        if place is not None:
+            self.tp_rank, self.tp_size = place.coordinates["tp"], place.topology["tp"]
         self.scheduled: dict[str, int] | None = None
-        self.logits_rows_unknown = 0
+        self.started: dict[str, int] = {}
+        self.weight_version = 0
+        self.weights_changed = False
+        self.logits_rows_unknown = self.passes_unknown = 0
+        self.tokens: dict[str, list[int]] = {}
+        self._pieces: dict[str, Piece] = {}
+        self._stops: dict[str, int] = {}
         self._last_rows: np.ndarray = np.zeros(0, np.int64)
         self._logits_rows: np.ndarray = np.zeros(0, np.int64)
         self._hidden: torch.Tensor | None = None
         self._hidden_copy: torch.Tensor | None = None
+
+    # -- which part of a tensor this rank holds -----------------------------------------------------------------------
+
+    def module_path(self, path: str, module: torch.nn.Module) -> str | None:
+        """Return the module's path; None for containers and for layers that another pipeline stage holds."""
+        self.shards.modules[path] = module
+        return None if type(module).__name__.endswith("PPMissingLayer") else super().module_path(path, module)
+
+    def shard_of(self, path: str, slot: str) -> str:
+        """Return how a tensor lies over the tensor-parallel ranks (:data:`probe.store.schema.SHARDS`)."""
+        if self.tp_size == 1:
+            return ""
+        return vllm_moe.shard_of(self.shards.modules.get(path), slot) or self.shards.lies(path, slot)
+
+    def taps(self, path: str, module: torch.nn.Module) -> dict[str, str]:
+        """Return the methods of fused experts whose results pass through no module."""
+        return vllm_moe.taps(module)
+
+    def weight_split(self, name: str, parameter: torch.Tensor, module: torch.nn.Module) -> tuple[int, int]:
+        """Return how the tensor-parallel ranks share a parameter (:func:`vllm_parallel.weight_split`)."""
+        return weight_split(name, parameter, module)
+
+    # -- what the scheduler says --------------------------------------------------------------------------------------
+
+    def begin_pass(self, scheduled: dict[str, int], started: dict[str, int]) -> None:
+        """Note which requests the next forward serves, with how many tokens each.
+
+        ``started`` holds those scheduled for the first time and how many of their tokens came from the prefix cache.
+        Any number of weight loads between two passes is one weight update.
+        """
+        self.scheduled, self.started = scheduled, started
+        if scheduled and self.weights_changed:
+            self.weight_version, self.weights_changed = self.weight_version + 1, False
+
+    def end_pass(self) -> None:
+        """Note that the forward is over: what runs until the next pass serves no request."""
+        self.scheduled = None
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
 
     def begin_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRows | None:
         """Return the rows of this pass, or None for a pass that serves no real request."""
         self._hidden = self._hidden_copy = None
         if not self.scheduled:
             return None
-        ids, positions = _argument(args, kwargs, "input_ids", 0), _argument(args, kwargs, "positions", 1)
+        positions = _argument(args, kwargs, "positions", 1)
         if positions is None:
             raise CaptureError("this vLLM model takes no 'positions', so its rows cannot be told apart")
-        positions = positions[0] if positions.dim() == 2 else positions  # M-RoPE: the first row is the text position
-        return self.rows_of_call(self._grid(positions.cpu().numpy(), None if ids is None else ids.cpu().numpy()))
+        ids = _argument(args, kwargs, "input_ids", 0)
+        grid = self._grid(positions.shape[-1], self._ids() if ids is None else ids.cpu().numpy())
+        known = grid["sequence"][0] >= 0
+        if positions.dim() == 1 and (positions.cpu().numpy()[known] != grid["position"][0][known]).any():
+            self.passes_unknown += 1
+            return None
+        return self.rows_of_call(grid)
 
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> np.ndarray | None:
         """Return which rows of the pass a tensor of the logits processor holds, None for every other module.
@@ -75,7 +145,7 @@ class VllmAdapter(EngineRows):
 
     def _find_rows(self, hidden: torch.Tensor) -> np.ndarray:
         if self._hidden is None or self._hidden_copy is None or not len(hidden):
-            return np.zeros(0, np.int64)
+            return np.full(len(hidden), -1)
         candidates = [self._last_rows]
         if hidden.untyped_storage().data_ptr() == self._hidden.untyped_storage().data_ptr():
             first = (hidden.storage_offset() - self._hidden.storage_offset()) // max(self._hidden.stride(0), 1)
@@ -84,28 +154,83 @@ class VllmAdapter(EngineRows):
             if len(rows) == len(hidden) and torch.equal(self._hidden_copy[torch.from_numpy(rows)], hidden):
                 return rows
         self.logits_rows_unknown += len(hidden)
-        return np.zeros(0, np.int64)
+        return np.full(len(hidden), -1)
 
-    def _grid(self, positions: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
-        sequence = np.full(positions.shape, -1, np.int64)  # rows beyond the scheduled tokens are padding
+    def _ids(self) -> np.ndarray:
+        """Return the token ids of a pass that is given embeddings instead: the runner keeps them beside."""
+        ids: torch.Tensor = self.runner.input_ids.gpu
+        return ids.cpu().numpy()
+
+    def _grid(self, count: int, ids: np.ndarray) -> np.ndarray:
+        # rows beyond the scheduled tokens are padding
+        sequence, position, token = np.full(count, -1, np.int64), np.zeros(count, np.int64), np.full(count, -1)
         assert self.scheduled is not None
-        order = [name for name in self.runner.input_batch.req_ids if name in self.scheduled]
+        batch = self.runner.input_batch
         start, last = 0, []
-        for request in order:
-            stop = start + self.scheduled[request]
-            sequence[start:stop] = self._number(request, int(positions[stop - 1]) + 1)
-            last.append(stop - 1)
-            start = stop
+        for request in batch.req_ids:
+            index, wanted = batch.req_id_to_index[request], self.scheduled[request]
+            rows = slice(start, start + wanted)
+            first = int(batch.num_computed_tokens_cpu[index])
+            token[rows] = ids[rows]
+            if getattr(self.runner, "enable_prompt_embeds", False):
+                token[rows][~batch.is_token_ids[index, first : first + wanted]] = -1
+            position[rows] = np.arange(first, first + wanted)
+            real = wanted - self._past_stop(request, token[rows], first)
+            if real:
+                sequence[start : start + real] = self._number(request, index, token[start : start + real], first)
+            start += wanted
+            last.append(start - 1)
         self._last_rows = np.array(last, np.int64)
-        token = np.full(positions.shape, -1) if ids is None else ids
-        return grid_of(sequence[None], positions[None], token[None])
+        return grid_of(sequence[None], position[None], token[None])
 
-    def _number(self, request: str, length: int) -> int:
-        stem = request.rpartition("-")[0] or request
-        prompt_len = self.prompt_lens.get(stem)
-        if prompt_len is None:
-            prompt_len = int(self.runner.requests[request].num_prompt_tokens)
-        return self.book.number(Announced(uid=request, prompt_len=prompt_len), length=length, request_id=request)
+    def _past_stop(self, request: str, token: np.ndarray, first: int) -> int:
+        """Return how many trailing rows a request that had ended ran, because it was scheduled before that was known.
+
+        An engine that knows (no async scheduling) never feeds the token with which a request stops.
+        """
+        state = self.runner.requests[request]
+        if request in self.started or first < self._stops.get(request, -1):
+            self._stops.pop(request, None)  # the id is used again, or the request was set back before its stop
+        params = getattr(state, "sampling_params", None)
+        stops = [getattr(params, "eos_token_id", None), *(getattr(params, "stop_token_ids", None) or ())]
+        own = np.arange(first, first + len(token)) >= int(state.num_prompt_tokens)
+        found = np.flatnonzero(own & np.isin(token, [t for t in stops if t is not None]))
+        if len(found):
+            self._stops.setdefault(request, first + int(found[0]))
+        return len(token) - min(len(token), max(0, self._stops.get(request, first + len(token)) - first))
+
+    def _number(self, request: str, index: int, token: np.ndarray, first: int) -> int:
+        """Return the number of the sequence to which a request's rows belong, and note its tokens."""
+        piece, state = self._pieces.get(request), self.runner.requests[request]
+        prompt_len = self.prompt_lens.get(request.rpartition("-")[0] or request, int(state.num_prompt_tokens))
+        fresh = request in self.started
+        if piece is None:
+            piece = Piece(request, 0, self.weight_version)
+        elif fresh or piece.version != self.weight_version:  # an id used again, or new weights within the request
+            piece = Piece(f"{request}#{piece.number + 1}", piece.number + 1, self.weight_version)
+        if piece.number and not fresh:
+            prompt_len = max(prompt_len, int(state.num_tokens))  # what older weights generated is this one's prompt
+        self._pieces[request] = piece
+        self._note_tokens(piece.uid, index, token, first)
+        return self.book.number(
+            Announced(uid=piece.uid, prompt_len=prompt_len, trajectory=request),
+            length=first + len(token),
+            request_id=piece.uid,
+            weight_version=piece.version,
+            cached=self.started.get(request, 0),
+        )
+
+    def known_tokens(self) -> dict[str, list[int]]:
+        """Return the token ids of every sequence by uid, as far as rows are recorded."""
+        if not self.prompts_only:
+            return self.tokens
+        return {s.uid: self.tokens[s.uid][: s.prompt_len] for s in self.book.sequences}
+
+    def _note_tokens(self, uid: str, index: int, token: np.ndarray, first: int) -> None:
+        """Keep a sequence's ids: rows cannot give those of a cached prefix, nor of an earlier weight version."""
+        if uid not in self.tokens:
+            self.tokens[uid] = self.runner.input_batch.token_ids_cpu[index, :first].tolist()
+        self.tokens[uid][first:] = token.tolist()
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str, place: int) -> torch.Tensor | None:
@@ -140,19 +265,3 @@ def _live_objects() -> list[Any]:
     finally:
         if frozen:
             gc.freeze()
-
-
-def record_schedule(runner: Any, adapter: VllmAdapter) -> Callable[[], None]:
-    """Let the adapter know which requests each ``execute_model`` serves, and none outside it; return the undo."""
-    original = runner.execute_model
-
-    @functools.wraps(original)
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        adapter.scheduled = dict(scheduler_output.num_scheduled_tokens)
-        try:
-            return original(scheduler_output, *args, **kwargs)
-        finally:
-            adapter.scheduled = None
-
-    runner.execute_model = execute_model
-    return functools.partial(setattr, runner, "execute_model", original)

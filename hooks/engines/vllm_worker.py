@@ -15,7 +15,9 @@ import torch
 
 from probe.hooks.capture import Capture
 from probe.hooks.engines.sequences import SequenceBook
-from probe.hooks.engines.vllm import VllmAdapter, record_schedule
+from probe.hooks.engines.vllm import VllmAdapter
+from probe.hooks.engines.vllm_parallel import place_of, prepare_stage, refuse_unsupported, weight_split
+from probe.hooks.engines.vllm_schedule import record_schedule
 from probe.hooks.weights import sketches
 from probe.store.schema import WeightSketch
 from probe.store.writer import DumpWriter
@@ -32,7 +34,7 @@ def _sketch_before_repacking() -> None:
 
     @functools.wraps(original)
     def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _loaded[id(model)] = list(sketches(model))
+        _loaded[id(model)] = list(sketches(model, weight_split))
         return original(model, *args, **kwargs)
 
     process_weights_after_loading.sketches_first = True  # type: ignore[attr-defined]
@@ -49,20 +51,23 @@ class ProbeWorker:
         """Start capturing into ``options['folder']/rank{R}.h5`` and return what the engine runs, as JSON."""
         wanted = json.loads(options)
         runner = self.model_runner  # type: ignore[attr-defined]
-        rank = self.rank  # type: ignore[attr-defined]
-        writer = DumpWriter(
-            Path(wanted["folder"]) / f"rank{rank}.h5", wanted["manifest"], block_bytes=wanted["block_bytes"]
-        )
+        refuse_unsupported(runner)
+        place = place_of(runner)
+        manifest = {**wanted["manifest"], "world_size": place.world_size}
+        manifest |= {"topology": place.topology, "coordinates": place.coordinates}
+        path = Path(wanted["folder"]) / f"rank{place.rank}.h5"
+        writer = DumpWriter(path, manifest, block_bytes=wanted["block_bytes"])
         model = runner.get_model() if hasattr(runner, "get_model") else runner.model
-        adapter = VllmAdapter(
-            SequenceBook(writer), runner, prompts_only=wanted["prompts_only"], prompt_lens=wanted["prompt_lens"]
-        )
+        prepare_stage(runner, model)
+        known = {"prompts_only": wanted["prompts_only"], "prompt_lens": wanted["prompt_lens"]}
+        adapter = VllmAdapter(SequenceBook(writer), runner, place=place, **known)
         self._probe = capture = Capture(writer, adapter)
         for weight in _loaded.pop(id(model), []):
             writer.add_weight(weight)
         hooked = capture.attach(model)
         self._probe_undo = record_schedule(runner, adapter)
-        return json.dumps({"rank": rank, "hooked": hooked, "backends": _backends(runner)})
+        facts = {"rank": place.rank, "hooked": hooked, "backends": _backends(runner)}
+        return json.dumps({**facts, "topology": place.topology, "world_size": place.world_size})
 
     def probe_stop(self) -> str:
         """Stop capturing, complete the file, and return counts as JSON."""
@@ -70,9 +75,9 @@ class ProbeWorker:
         self._probe_undo()
         capture.detach()
         path = capture.writer.close()
-        unknown = capture.adapter.logits_rows_unknown  # type: ignore[attr-defined]
+        unknown = {name: getattr(capture.adapter, name) for name in ("logits_rows_unknown", "passes_unknown")}
         counts = {"calls": capture.calls, "fired": len(capture.fired), "rows": capture.writer.tensor_rows}
-        return json.dumps({"path": str(path), "logits_rows_unknown": unknown, **counts})
+        return json.dumps({"path": str(path), **unknown, **counts})
 
 
 def _backends(runner: Any) -> dict[str, Any]:

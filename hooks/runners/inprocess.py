@@ -15,7 +15,8 @@ from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.transformers import BatchAdapter
 from probe.hooks.rows import Announced
 from probe.hooks.runners.job import DTYPES, DumpJob, TokenSequence, step_folder
-from probe.hooks.weights import sketches
+from probe.hooks.weights import named_sketches
+from probe.store.schema import WeightSketch
 from probe.store.writer import DumpWriter
 
 
@@ -28,16 +29,25 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @contextlib.contextmanager
 def capturing(
-    job: DumpJob, manifest: dict[str, Any], model: torch.nn.Module, adapter: type[BatchAdapter]
+    job: DumpJob,
+    manifest: dict[str, Any],
+    model: torch.nn.Module | list[torch.nn.Module],
+    adapter: type[BatchAdapter],
+    rank: int = 0,
+    weights: list[WeightSketch] | None = None,
 ) -> Iterator[BatchAdapter]:
-    """Sketch the weights, hook the model while the block runs, and complete ``rank0.h5``."""
-    writer = DumpWriter(step_folder(job) / "rank0.h5", manifest, block_bytes=job.block_bytes)
+    """Sketch the weights, hook the model (or its chunks) while the block runs, and complete this rank's file.
+
+    ``weights`` are sketches taken before a wrapper made the parameters unreadable.
+    """
+    chunks = model if isinstance(model, list) else [model]
+    writer = DumpWriter(step_folder(job) / f"rank{rank}.h5", manifest, block_bytes=job.block_bytes)
     try:
-        for weight in sketches(model):
-            writer.add_weight(weight)
         rows = adapter(SequenceBook(writer), prompts_only=job.prompts_only)
+        for weight in weights or (sketch for chunk in chunks for sketch in named_sketches(chunk, rows)):
+            writer.add_weight(weight)
         capture = Capture(writer, rows)
-        capture.attach(model)
+        capture.attach(chunks)
         yield rows
         capture.detach()
         if not capture.fired:
@@ -49,7 +59,10 @@ def capturing(
 
 def announce(sequences: list[TokenSequence], *, whole: bool) -> list[Announced]:
     """Say which sequences the rows of the next call are (``whole``: the call holds every token of them)."""
-    return [Announced(s.uid, s.prompt_len, len(s.tokens) if whole else None, s.sample, s.trajectory) for s in sequences]
+    return [
+        Announced(s.uid, s.prompt_len, len(s.tokens) if whole else None, s.sample, s.trajectory, tokens=tuple(s.tokens))
+        for s in sequences
+    ]
 
 
 def token_logprobs(logits: torch.Tensor, tokens: list[int], start: int = 0) -> np.ndarray:
@@ -57,10 +70,20 @@ def token_logprobs(logits: torch.Tensor, tokens: list[int], start: int = 0) -> n
 
     Entry p scores token p with row p - 1; entries that no row scores are NaN.
     """
+    return logprobs_at(logits, tokens, start + np.arange(len(logits)))
+
+
+def logprobs_at(logits: torch.Tensor, tokens: list[int], positions: np.ndarray) -> np.ndarray:
+    """Return the log-probs that rows of ``logits`` [rows, vocab] at these positions give in fp32: float64 [length].
+
+    The row at position p scores token p + 1; entries that no row scores are NaN.
+    """
     result = np.full(len(tokens), np.nan)
-    targets = torch.tensor(tokens[start + 1 :], dtype=torch.long, device=logits.device)
-    scores = torch.log_softmax(logits[: len(targets)].float(), -1)
-    result[start + 1 :] = scores.gather(-1, targets[:, None])[:, 0].double().cpu().numpy()
+    rows = np.nonzero(positions < len(tokens) - 1)[0]
+    scored = positions[rows] + 1
+    targets = torch.from_numpy(np.asarray(tokens, np.int64)[scored]).to(logits.device)
+    scores = torch.log_softmax(logits[torch.from_numpy(rows).to(logits.device)].float(), -1)
+    result[scored] = scores.gather(-1, targets[:, None])[:, 0].double().cpu().numpy()
     return result
 
 

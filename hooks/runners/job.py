@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,32 @@ class Sampling:
     logprobs_mode: str = "raw_logprobs"
 
 
+@dataclass(frozen=True)
+class Parallel:
+    """How many ways a run is split: sizes of the tensor, pipeline, context, expert and data parallel groups.
+
+    ``vpp`` counts the model chunks of each pipeline rank (1: not interleaved); ``sp`` splits the positions between the
+    tensor-parallel ranks outside attention and MLP (sequence parallelism).
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    sp: bool = False
+
+    @property
+    def world(self) -> int:
+        """Return the number of processes: experts are spread over ranks that exist for another reason."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the manifest's ``topology``."""
+        return asdict(self)
+
+
 @dataclass
 class DumpJob:
     """Everything that one ``probe dump`` was asked for."""
@@ -53,6 +79,7 @@ class DumpJob:
     force_decode: bool = False
     micro_batch_size: int = 4
     layout: str = "padded"
+    parallel: Parallel = field(default_factory=Parallel)
     engine_args: dict[str, Any] = field(default_factory=dict)
     block_bytes: int = 8 << 20
     force: bool = False
@@ -76,13 +103,30 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine ``probe dump`` can run: where its runner is, what it needs and where its logits are."""
+    """One engine ``probe dump`` can run: where its runner is, what it needs and where its logits are.
+
+    ``parallel`` names the fields of :class:`Parallel` that it honours; ``dp`` is the number of data-parallel ranks
+    where the user gives none.
+    """
 
     runner: str
     stages: tuple[str, ...]
     package: str
     install: str
     logits: tuple[str, str]
+    parallel: tuple[str, ...] = ()
+    dp: int = 1
+
+
+FSDP = Engine(
+    "probe.hooks.runners.fsdp",
+    ("actor", "reference"),
+    "transformers",
+    "pip install 'probe-rl[actor]'",
+    ("lm_head", "output.0"),
+    ("dp",),
+    dp=2,
+)
 
 
 ENGINES = {
@@ -92,6 +136,7 @@ ENGINES = {
         "vllm",
         "pip install 'probe-rl[rollout]' (GPU) or 'probe-rl[rollout-cpu]' (CPU)",
         ("logits_processor", "output.0"),
+        ("tp", "pp", "ep"),
     ),
     "megatron": Engine(
         "probe.hooks.runners.megatron",
@@ -99,6 +144,7 @@ ENGINES = {
         "megatron.core",
         "pip install 'probe-rl[actor]'",
         ("output_layer", "output.0"),
+        ("tp", "pp", "vpp", "cp", "ep", "dp", "sp"),
     ),
     "transformers": Engine(
         "probe.hooks.runners.transformers",
@@ -107,6 +153,8 @@ ENGINES = {
         "pip install 'probe-rl[actor]'",
         ("lm_head", "output.0"),
     ),
+    "fsdp": FSDP,
+    "fsdp1": FSDP,
 }
 DEFAULT_ENGINE = {"rollout": "vllm", "actor": "megatron", "reference": "megatron"}
 
@@ -165,7 +213,7 @@ def batching(job: DumpJob) -> dict[str, Any]:
     """Return the manifest's ``batching`` entry, or nothing for a run whose batches the options do not decide."""
     if job.engine == "megatron":
         return {"batching": {"micro_batch_size": job.micro_batch_size, "layout": job.layout}}
-    if job.engine == "transformers" and job.source is not None:
+    if job.engine in ("transformers", "fsdp", "fsdp1") and job.source is not None:
         return {"batching": {"micro_batch_size": job.micro_batch_size}}
     return {}
 

@@ -11,6 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from probe.checkpoint import Checkpoint
@@ -25,6 +26,7 @@ from probe.hooks.runners.job import (
     resolve_dtype,
     step_folder,
 )
+from probe.hooks.runners.parallel import check_parallel, completed
 from probe.hooks.runners.tokens import write_tokens
 from probe.manifest import make_manifest, write_manifest
 from probe.settings import STAGES
@@ -45,6 +47,8 @@ def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) 
     """Run one dump and return its folder; on an error nothing half-written is left and a replaced dump is restored."""
     engine = check_job(job)
     checkpoint = Checkpoint(job.model)
+    job = replace(job, parallel=completed(job.engine, job.parallel))
+    check_parallel(job, engine, checkpoint.config)
     with output_folder(job.output, job.force):
         sequences = _sequences(job, checkpoint)
         check_positions(job, sequences, checkpoint.config)
@@ -60,6 +64,8 @@ def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) 
             logprobs_mode=job.sampling.logprobs_mode if job.engine == "vllm" else "raw_logprobs",
             source_dump=None if job.source is None else str(job.source.resolve()),
             forced="decode" if job.force_decode else "prefill" if job.source and job.stage == "rollout" else None,
+            world_size=job.parallel.world,
+            topology=job.parallel.sizes(),
             driver=True,
             **batching(job),
         )

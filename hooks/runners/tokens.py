@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,22 @@ from probe.store.writer import DumpWriter
 
 
 def write_tokens(
-    folder: Path, manifest: dict[str, Any], logits: tuple[str, str], done: list[TokenSequence] | None = None
+    folder: Path,
+    manifest: dict[str, Any],
+    logits: tuple[str, str],
+    done: list[TokenSequence] | None = None,
+    known: Mapping[str, list[int]] | None = None,
 ) -> None:
     """Write ``driver.h5`` into a step's folder once the workers' files there are complete.
 
-    ``done`` are the sequences as the driver knows them; without it they are those that the workers saw.
+    ``done`` are the sequences as the driver knows them; without it they are those that the workers saw, with the ids
+    of their rows or, where rows do not begin with a sequence's first token (a cached prefix), those ``known`` by uid.
     """
     with open_files(folder, sorted(folder.glob("*.h5"))) as dump:
-        entries = [_seen(sequence) for sequence in dump.sequences] if done is None else done
-        recomputed = recompute_logprobs(dump, logits, entries)
-    writer = DumpWriter(folder / f"{DRIVER}.h5", manifest)
+        entries = [_seen(sequence, known or {}) for sequence in dump.sequences] if done is None else done
+        recomputed = recompute_logprobs(dump, _final(dump, logits), entries)
+    about = {key: value for key, value in manifest.items() if key != "coordinates"}  # the driver is no rank
+    writer = DumpWriter(folder / f"{DRIVER}.h5", about)
     for entry in entries:
         number = writer.add_sequence(
             Sequence(
@@ -42,10 +49,20 @@ def write_tokens(
     writer.close()
 
 
-def _seen(sequence: Sequence) -> TokenSequence:
-    tokens = [int(token) for token in sequence.tokens]
-    known = (sequence.sample, sequence.trajectory, sequence.request_id)
-    return TokenSequence(sequence.uid, tokens, sequence.prompt_len, *known)
+def _seen(sequence: Sequence, known: Mapping[str, list[int]]) -> TokenSequence:
+    tokens = [int(token) for token in sequence.tokens] or list(known.get(sequence.uid, ()))
+    identity = (sequence.sample, sequence.trajectory, sequence.request_id)
+    return TokenSequence(sequence.uid, tokens, sequence.prompt_len, *identity)
+
+
+CAPPED = ("", "output.logits")
+"""Where a transformers model that caps its logits after the head (Gemma 2) shows them: the model's own output."""
+
+
+def _final(dump: Dump, logits: tuple[str, str]) -> tuple[str, str]:
+    """Return where the logits are that the model's tokens were drawn from."""
+    config = (dump.manifest.get("model") or {}).get("config") or {}
+    return CAPPED if config.get("final_logit_softcapping") and CAPPED in dump.tensors else logits
 
 
 def recompute_logprobs(dump: Dump, logits: tuple[str, str], done: list[TokenSequence]) -> dict[str, np.ndarray]:
@@ -54,7 +71,7 @@ def recompute_logprobs(dump: Dump, logits: tuple[str, str], done: list[TokenSequ
     The log-prob of the token at position p comes from row p - 1; columns beyond the vocabulary are padding.
     """
     found = {entry.uid: np.full(len(entry.tokens), np.nan) for entry in done}
-    if logits not in dump.tensors:
+    if logits not in dump.tensors or not dump.tensors[logits].rows:
         return found
     vocab_size = int(dump.manifest.get("layout", {}).get("vocab_size") or 0) or None  # unknown: every column counts
     entries = {key: entry for entry in done for key in (entry.uid, entry.request_id) if key}

@@ -21,16 +21,18 @@ def run(
     """Run the job and return its sequences with tokens and log-probs; ``manifest`` gains what only the engine knows."""
     observer("loading the model", 0, 1)
     device = pick_device(job.device)
-    model = _load(job, manifest["dtype"]).to(device).eval()
+    model = load(job, manifest["dtype"]).to(device).eval()
     manifest["engine"]["version"] = transformers.__version__
     manifest["device"] = device
     manifest["backends"] = {"attention": getattr(model.config, "_attn_implementation", None)}
     with capturing(job, manifest, model, BatchAdapter) as rows, torch.no_grad():
-        step = _generate if job.source is None else _score
-        return step(job, model, sequences, rows, observer)
+        if job.source is None:
+            return _generate(job, model, sequences, rows, observer)
+        return score(model, list(micro_batches(sequences, job.micro_batch_size)), rows, device, observer)
 
 
-def _load(job: DumpJob, dtype: str) -> Any:
+def load(job: DumpJob, dtype: str) -> Any:
+    """Return the job's model on the CPU; raise EngineError where transformers cannot load it."""
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(
             str(job.model), dtype=torch_dtype(dtype), local_files_only=True, **job.engine_args
@@ -41,22 +43,27 @@ def _load(job: DumpJob, dtype: str) -> Any:
         raise EngineError(f"transformers could not load {job.model} ({reason})", fix) from error
 
 
-def _score(
-    job: DumpJob, model: Any, sequences: list[TokenSequence], rows: BatchAdapter, observer: Observer
+def score(
+    model: Any, batches: list[list[TokenSequence]], rows: BatchAdapter, device: str, observer: Observer
 ) -> list[TokenSequence]:
-    """Recompute every sequence in right-padded micro-batches."""
-    done = 0
-    for batch in micro_batches(sequences, job.micro_batch_size):
-        longest = max(len(s.tokens) for s in batch)
-        ids = torch.tensor([s.tokens + [0] * (longest - len(s.tokens)) for s in batch], device=model.device)
-        mask = torch.tensor([[1] * len(s.tokens) + [0] * (longest - len(s.tokens)) for s in batch], device=model.device)
+    """Recompute sequences in right-padded micro-batches and return them with log-probs.
+
+    An empty micro-batch is run but not captured: it keeps ranks company that have more.
+    """
+    done, total = 0, sum(map(len, batches))
+    for batch in batches:
+        tokens = [sequence.tokens for sequence in batch] or [[0]]
+        longest = max(map(len, tokens))
+        ids = torch.tensor([t + [0] * (longest - len(t)) for t in tokens], device=device)
+        mask = torch.tensor([[1] * len(t) + [0] * (longest - len(t)) for t in tokens], device=device)
+        rows.paused = not batch
         rows.announce(announce(batch, whole=True))
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         for row, sequence in enumerate(batch):
-            sequence.logprobs = token_logprobs(logits[row], sequence.tokens)
+            sequence.logprobs = token_logprobs(logits[row, : len(sequence.tokens)], sequence.tokens)
         done += len(batch)
-        observer("recomputing", done, len(sequences))
-    return sequences
+        observer("recomputing", done, total)
+    return [sequence for batch in batches for sequence in batch]
 
 
 def _generate(

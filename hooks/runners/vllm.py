@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from probe.checkpoint import Checkpoint
-from probe.errors import CaptureError, EngineError
+from probe.errors import CaptureError, EngineError, ProbeError
 from probe.hooks.device import pick_device
 from probe.hooks.runners.job import DumpJob, Observer, TokenSequence, positions_needed, step_folder
+from probe.manifest import environment
 
 log = logging.getLogger("probe")
 
@@ -29,21 +33,33 @@ ENVIRONMENT = {
 model runner, whose batch bookkeeping is what rows are read from."""
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 """On a CPU, torch.compile of the sampler alone costs a minute and a half; 1 GiB of KV cache is plenty for a dump."""
+RANKS = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}
+"""Field of the job's ``parallel`` -> vLLM's argument."""
+ONLY = {
+    "enforce_eager": (True, "vLLM would compile the model, and hooks would never fire"),
+    "speculative_config": (None, "speculative decoding runs rows of tokens that it then rejects"),
+    "data_parallel_size": (1, "vllm.LLM runs no data-parallel ranks by itself"),
+}
+"""Argument -> (the one value that a dump can work with, why)."""
 
 
 def run(
     job: DumpJob, checkpoint: Checkpoint, sequences: list[TokenSequence], manifest: dict[str, Any], observer: Observer
 ) -> list[TokenSequence]:
     """Run the job and return its sequences with tokens and log-probs; ``manifest`` gains what only the engine knows."""
-    _set_environment(job)
-    observer("starting vLLM", 0, 1)
-    llm = _start(job, sequences, manifest["dtype"])
-    try:
-        return _run(llm, job, sequences, manifest, observer)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise EngineError(f"vLLM could not run {job.model} ({_reason(error)})", "run it again with -v") from error
-    finally:
-        _shut_down(llm)
+    arguments = llm_arguments(job, sequences, manifest["dtype"])
+    with _environment(job, arguments):
+        manifest["environment"] |= environment()
+        observer("starting vLLM", 0, 1)
+        llm = _start(job, arguments)
+        try:
+            return _run(llm, job, sequences, manifest, observer)
+        except ProbeError:
+            raise
+        except Exception as error:  # whatever a foreign engine raises
+            raise EngineError(f"vLLM could not run {job.model} ({_reason(error)})", "run it again with -v") from error
+        finally:
+            _shut_down(llm)
 
 
 def _run(
@@ -62,7 +78,7 @@ def _run(
         "prompt_lens": {str(i): s.prompt_len for i, s in enumerate(sequences)},
     }
     started = [json.loads(r) for r in llm.collective_rpc("probe_start", args=(json.dumps(options),))]
-    manifest["backends"] = started[0]["backends"]
+    manifest |= {name: started[0][name] for name in ("backends", "topology", "world_size")}
     outputs = _generate(llm, job, sequences, observer)
     stopped = [json.loads(r) for r in llm.collective_rpc("probe_stop")]
     _check_capture(started, stopped)
@@ -77,28 +93,43 @@ def _shut_down(llm: Any) -> None:
     cleanup_dist_env_and_memory()
 
 
-def _set_environment(job: DumpJob) -> None:
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+@contextlib.contextmanager
+def _environment(job: DumpJob, arguments: dict[str, Any]) -> Iterator[None]:
+    """Set what vLLM reads from the environment and the user has not set, for as long as the engine runs."""
+    wanted = dict(ENVIRONMENT)
     if pick_device(job.device) == "cpu":
-        for name, value in CPU_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        wanted |= CPU_ENVIRONMENT
+        ranks = math.prod(int(arguments.get(name, 1)) for name in RANKS.values())
+        if ranks > 1:
+            wanted["VLLM_CPU_OMP_THREADS_BIND"] = cpu_binding(sorted(os.sched_getaffinity(0)), ranks)
+    new = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
 
 
-def _start(job: DumpJob, sequences: list[TokenSequence], dtype: str) -> Any:
-    from vllm import LLM
-    from vllm.platforms import current_platform
+def cpu_binding(cpus: list[int], ranks: int) -> str:
+    """Return vLLM's list of CPUs per rank: even shares, where its default wants one NUMA node per rank."""
+    share = len(cpus) // ranks
+    groups = (cpus[rank * share : (rank + 1) * share] for rank in range(ranks))
+    return "|".join(",".join(map(str, group)) for group in groups) if share else "nobind"
 
-    if job.device not in ("auto", current_platform.device_type):
-        raise EngineError(
-            f"this vLLM runs on {current_platform.device_type}, not on {job.device}",
-            f"install the vLLM build for {job.device}, or leave out --device",
-        )
+
+def llm_arguments(job: DumpJob, sequences: list[TokenSequence], dtype: str) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM``: what a dump needs, then what the job asks for, then the user's own.
+
+    Raises CaptureError for an argument with which hooks would not fire or rows would not be certain.
+    """
+    parallel = {name: getattr(job.parallel, axis) for axis, name in RANKS.items() if getattr(job.parallel, axis) > 1}
     arguments = {
         "model": str(job.model),
         "dtype": dtype,
         "enforce_eager": True,  # compiled or graph-replayed modules never call their hooks
         "enable_prefix_caching": False,  # a cache hit would leave out the rows of the shared prefix
+        "async_scheduling": False,  # it feeds a sequence's last token, and a stopped request's next, before it knows
         "max_model_len": positions_needed(job, sequences),
         "max_num_seqs": max(8, min(64, len(sequences))),
         "seed": job.sampling.seed,
@@ -107,11 +138,31 @@ def _start(job: DumpJob, sequences: list[TokenSequence], dtype: str) -> Any:
         "skip_tokenizer_init": not any(job.model.glob("tokenizer*")),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        **parallel,
+        **({"enable_expert_parallel": True} if job.parallel.ep > 1 else {}),
         **({"logits_processors": [FORCED_TOKENS]} if job.force_decode else {}),
         **job.engine_args,
     }
-    if arguments["enforce_eager"] is not True:
-        raise CaptureError("vLLM would compile the model, and hooks would never fire", "drop enforce_eager=False")
+    for name, (value, reason) in ONLY.items():
+        if arguments.get(name, value) != value:
+            raise CaptureError(reason, f"drop {name}={arguments[name]}")
+    return arguments
+
+
+def _start(job: DumpJob, arguments: dict[str, Any]) -> Any:
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    if job.device not in ("auto", current_platform.device_type):
+        raise EngineError(
+            f"this vLLM runs on {current_platform.device_type}, not on {job.device}",
+            f"install the vLLM build for {job.device}, or leave out --device",
+        )
+    if arguments.get("enable_expert_parallel") and current_platform.device_type == "cpu":
+        raise EngineError(
+            "vLLM's CPU kernel for experts ignores which experts a rank holds, and crashes on those of other ranks",
+            "leave out --ep (with --tp alone each rank holds a part of every expert), or run on a GPU",
+        )
     try:
         return LLM(**arguments)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
@@ -129,14 +180,32 @@ def _generate(llm: Any, job: DumpJob, sequences: list[TokenSequence], observer: 
     what = "generating" if job.source is None else "rescoring"
     observer(what, 0, len(sequences))
     progress = _progress_class(what, observer)
-    return llm.generate(prompts, [_params(job, i, s) for i, s in enumerate(sequences)], use_tqdm=progress)
+    seeded = job.source is not None or _can_seed(llm, sequences)
+    return llm.generate(prompts, [_params(job, i, s, seeded) for i, s in enumerate(sequences)], use_tqdm=progress)
 
 
-def _params(job: DumpJob, index: int, sequence: TokenSequence) -> Any:
+def _can_seed(llm: Any, sequences: list[TokenSequence]) -> bool:
+    """Tell whether requests can have seeds of their own; warn where they cannot.
+
+    For a prompt that it runs in parts vLLM winds the request's generator back, which torch cannot do on a CPU.
+    """
+    from vllm.platforms import current_platform
+
+    scheduler = llm.llm_engine.vllm_config.scheduler_config
+    most = sum(s.prompt_len for s in sequences) + scheduler.max_num_seqs
+    if current_platform.device_type != "cpu" or most <= scheduler.max_num_batched_tokens:
+        return True
+    log.warning("prompts that run in parts cannot be sampled with their own seeds on a CPU: one seed is for all")
+    return False
+
+
+def _params(job: DumpJob, index: int, sequence: TokenSequence, seeded: bool) -> Any:
     from vllm import SamplingParams
 
     response = len(sequence.tokens) - sequence.prompt_len
-    common = {"logprobs": 0, "prompt_logprobs": 0, "detokenize": False}
+    common: dict[str, Any] = {"logprobs": 0, "prompt_logprobs": 0, "detokenize": False}
+    if job.engine_args.get("enable_prefix_caching"):
+        common["prompt_logprobs"] = None  # with them vLLM would not read its cache
     if job.force_decode and response:
         forced = {"forced_tokens": sequence.tokens[sequence.prompt_len :]}
         return SamplingParams(temperature=0.0, max_tokens=response, ignore_eos=True, extra_args=forced, **common)
@@ -147,7 +216,7 @@ def _params(job: DumpJob, index: int, sequence: TokenSequence) -> Any:
         temperature=wanted.temperature,
         top_p=wanted.top_p,
         max_tokens=wanted.max_tokens,
-        seed=wanted.seed + index,
+        seed=wanted.seed + index if seeded else None,
         ignore_eos=wanted.ignore_eos,
         **common,
     )
@@ -170,6 +239,13 @@ def _progress_class(what: str, observer: Observer) -> Any:
     return Progress
 
 
+UNKNOWN = {
+    "logits_rows_unknown": "logits rows could not be assigned",
+    "passes_unknown": "passes ran other positions than vLLM's scheduler said",
+}
+"""Count of a worker -> what was left out, because a row is never guessed."""
+
+
 def _check_capture(started: list[dict[str, Any]], stopped: list[dict[str, Any]]) -> None:
     for start, stop in zip(started, stopped):
         if not stop["fired"]:
@@ -177,8 +253,9 @@ def _check_capture(started: list[dict[str, Any]], stopped: list[dict[str, Any]])
                 f"none of the {start['hooked']} hooked modules of vLLM rank {start['rank']} ran through its hook",
                 "the model was compiled or replayed from a graph: use enforce_eager",
             )
-        if stop["logits_rows_unknown"]:
-            log.warning("%d logits rows could not be assigned and were not stored", stop["logits_rows_unknown"])
+        for name, what in UNKNOWN.items():
+            if stop[name]:
+                log.warning("%d %s and were not stored", stop[name], what)
 
 
 def _result(job: DumpJob, sequence: TokenSequence, output: Any) -> TokenSequence:

@@ -107,4 +107,16 @@ def round_to(values: np.ndarray, name: str) -> np.ndarray:
     return np.asarray(values, np.float64 if name == "float64" else np.float32)
 
 
+def narrow(values: np.ndarray, name: str) -> np.ndarray:
+    """Return numbers that dtype ``name`` can hold exactly as its stored bits; :func:`widen` undoes it.
+
+    Raises DumpError for 8- and 4-bit floats, in which no engine sums.
+    """
+    if name == "bfloat16":
+        return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    if stored_dtype(name).raw_bits:
+        raise DumpError(f"numbers cannot be turned back into {name}", "dump this tensor in a wider dtype")
+    return np.asarray(values, stored_dtype(name).carrier)
+
+
 TEXT = h5py.string_dtype("utf-8")

@@ -15,6 +15,7 @@ from probe.errors import DumpError
 from probe.store import schema
 from probe.store.dtypes import stored_dtype
 from probe.store.journal import journal_of, read_journal
+from probe.store.places import check_place
 from probe.store.validate import (
     DAMAGED,
     check_manifest,
@@ -97,7 +98,7 @@ class CompletePart(Part):
         dataset = safe_dataset(self._file, "/manifest")
         with reading(where):
             value = dataset[()]
-        return check_manifest(json_object(value, where), where)
+        return check_place(check_manifest(json_object(value, where), where), where)
 
     def raw(self, dataset: str, shape: Shape, dtype: str, start: int, stop: int) -> np.ndarray:
         """Return rows of a block, read with the file's own type: HDF5 converts nothing."""
@@ -141,7 +142,8 @@ class KilledPart(Part):
 
     def manifest(self) -> dict[str, Any]:
         """Return the manifest that the journal opens with."""
-        return check_manifest(self._manifest, str(journal_of(self.path)))
+        where = str(journal_of(self.path))
+        return check_place(check_manifest(self._manifest, where), where)
 
     def raw(self, dataset: str, shape: Shape, dtype: str, start: int, stop: int) -> np.ndarray:
         """Return rows of a block from where the journal says that it lies."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,14 @@ import numpy as np
 
 from probe.errors import DumpError, EmptyDumpError
 from probe.store import schema
-from probe.store.dtypes import stored_dtype, widen
+from probe.store.dtypes import widen
 from probe.store.parts import Part, open_part
-from probe.store.schema import DRIVER, PARTIAL_SUFFIX, ModuleInfo, Sequence, TensorInfo, WeightSketch
-from probe.store.sequences import merge_sequences, sequences_of
-from probe.store.validate import DAMAGED, check_dtype, json_object, json_shape, reading, text_of
-
-PIECE_BYTES = 64 << 20
-"""What :meth:`Dump.iter_blocks` holds at most, unless one row is larger: a block of one huge call can be gigabytes."""
-
-
-@dataclass(frozen=True)
-class _Block:
-    file: int
-    dataset: str
-    shape: tuple[int, ...]
-    rows: str
+from probe.store.places import Place, missing_ranks, places_of, topology_of
+from probe.store.schema import DRIVER, PARTIAL_SUFFIX, ModuleInfo, Sequence, WeightSketch
+from probe.store.sequences import merge_sequences, name_apart, sequences_of
+from probe.store.sketches import JoinedSketch, check_sketch, join_sketches
+from probe.store.tensors import Replica, TensorStore
+from probe.store.validate import json_object, json_shape, reading, text_of
 
 
 def open_dump(path: str | Path, step: int | None = None) -> Dump:
@@ -49,12 +39,11 @@ def open_files(root: Path, files: list[Path]) -> Dump:
             parts.append(open_part(file))
             stack.callback(parts[-1].close)
         manifests = [part.manifest() for part in parts]
-        manifest = manifests[_leading(files)]
-        version = manifest.get("schema")
+        version = manifests[_leading(files)].get("schema")
         if version != schema.SCHEMA_VERSION:
             raise DumpError(f"{root} has dump format {version!r}", f"this version reads {schema.SCHEMA_VERSION}")
         with reading(root):
-            dump = Dump(root, manifest, parts, complete=_complete(files, manifests))
+            dump = Dump(root, manifests, parts)
         if not dump.tensors and not len(dump.tokens):
             raise _empty(root, files)
         stack.pop_all()  # from here on the dump closes its files
@@ -86,10 +75,14 @@ def _leading(files: list[Path]) -> int:
     return next((number for number, file in enumerate(files) if file.name.startswith(DRIVER)), 0)
 
 
-def _complete(files: list[Path], manifests: list[dict[str, Any]]) -> bool:
-    """Tell whether every writer closed its file and the driver's is there if any manifest expects one."""
-    lacking = any(m.get("driver") for m in manifests) and not any(f.name.startswith(DRIVER) for f in files)
-    return not lacking and not any(f.name.endswith(PARTIAL_SUFFIX) for f in files)
+def _lost(files: list[Path], manifests: list[dict[str, Any]]) -> list[str]:
+    """Return one phrase per file that is missing or unfinished."""
+    lost = missing_ranks(files, manifests)
+    if any(m.get("driver") for m in manifests) and not any(f.name.startswith(DRIVER) for f in files):
+        lost.append(f"{DRIVER}.h5 is missing")
+    if any(f.name.endswith(PARTIAL_SUFFIX) for f in files):
+        lost.append("its run was killed or is still going")
+    return lost
 
 
 def _empty(root: Path, files: list[Path]) -> EmptyDumpError:
@@ -101,21 +94,27 @@ def _empty(root: Path, files: list[Path]) -> EmptyDumpError:
 
 
 class Dump:
-    """One stage and step of a run, read lazily: tables are in memory, tensors stay on disk until asked for."""
+    """One stage and step of a run, read lazily: tables are in memory, tensors stay on disk until asked for.
 
-    def __init__(self, path: Path, manifest: dict[str, Any], parts: list[Part], *, complete: bool) -> None:
-        self.path, self.manifest, self.complete = path, manifest, complete
-        self._parts = parts
-        self._blocks: dict[tuple[str, str], list[_Block]] = {}
-        locals_ = [sequences_of(p.tables["sequences"], p.tables["tokens"], str(p.path)) for p in parts]
-        self.sequences: list[Sequence]
-        self.sequences, maps = merge_sequences(locals_)
-        for part, mapping in zip(parts, maps):
-            part.to_global = mapping
+    What the ranks of a run stored of one tensor or parameter is joined. ``lost`` says in a phrase each which files are
+    missing or unfinished; ``complete`` is False where there is any. ``joined_weights`` has, per parameter, its shards
+    and what is wrong with them; ``weights`` the whole ones.
+    """
+
+    def __init__(self, path: Path, manifests: list[dict[str, Any]], parts: list[Part]) -> None:
+        files = [part.path for part in parts]
+        self.path, self.manifest = path, manifests[_leading(files)]
+        self.lost = _lost(files, manifests)
+        self.complete = not self.lost
+        self._parts, self._places = parts, places_of(files, manifests)
+        self.tp = topology_of(manifests)["tp"]
+        self.sequences: list[Sequence] = self._sequence_list()
         self.tokens = self._token_table()
-        self.tensors = self._tensor_table()
+        self._tensors = TensorStore(parts, self._places, self.tp)
+        self.tensors = self._tensors.infos
         self.modules = self._module_table()
-        self.weights = self._weight_table()
+        self.joined_weights = self._weight_table()
+        self.weights = {name: joined.whole for name, joined in self.joined_weights.items()}
         self._fill_missing_tokens()
 
     @property
@@ -133,28 +132,37 @@ class Dump:
 
         bf16 and fp8 are widened to float32, so memory stays bounded whatever the size of the tensor.
         """
-        info, blocks = self._tensor(module, slot)
-        for block in blocks:
-            rows = self._rows(block)
-            row_bytes = math.prod(block.shape[1:]) * stored_dtype(info.dtype).carrier.itemsize
-            step = max(1, PIECE_BYTES // max(row_bytes, 1))
-            for start in range(0, block.shape[0], step):
-                stop = min(start + step, block.shape[0])
-                yield widen(self._raw(block, info.dtype, start, stop), info.dtype), rows[start:stop]
+        key = self._key(module, slot)
+        for raw, rows in self._tensors.pieces(key):
+            yield widen(raw, self.tensors[key].dtype), rows
 
     def read(self, module: str, slot: str) -> np.ndarray:
         """Return all rows of a tensor as [rows, *features]; bf16 and fp8 widened exactly to float32."""
-        return widen(self.read_raw(module, slot), self._tensor(module, slot)[0].dtype)
+        return widen(self.read_raw(module, slot), self.tensors[module, slot].dtype)
 
     def read_raw(self, module: str, slot: str) -> np.ndarray:
         """Return all rows of a tensor bit for bit in the carrier dtype (bf16 as uint16, fp8 as uint8)."""
-        info, blocks = self._tensor(module, slot)
-        arrays = [self._raw(block, info.dtype, 0, block.shape[0]) for block in blocks]
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return self._tensors.raw(self._key(module, slot))
+
+    def read_shards(self, module: str, slot: str) -> list[np.ndarray]:
+        """Return all rows as one array per tensor-parallel rank where ranks hold columns, else as the only entry.
+
+        Concatenated along the first feature axis they are :meth:`read`. The terms of a sum are added in float32 (or
+        float64) and rounded to the tensor's dtype.
+        """
+        return self._tensors.shards(self._key(module, slot))
 
     def rows(self, module: str, slot: str) -> np.ndarray:
         """Return (sequence, position, token, call) of each row of a tensor, sequence numbering :attr:`sequences`."""
-        return np.concatenate([self._rows(block) for block in self._tensor(module, slot)[1]])
+        return self._tensors.rows(self._key(module, slot))
+
+    def replicas(self, module: str, slot: str) -> list[Replica]:
+        """Return which rows other ranks stored again, with the checksums of what they hold."""
+        return self._tensors.replicas(self._key(module, slot))
+
+    def row_checksums(self, module: str, slot: str, at: np.ndarray) -> np.ndarray:
+        """Return the checksums (uint64) of rows ``at`` of a tensor: what its :meth:`replicas` are compared with."""
+        return self._tensors.checksums(self._key(module, slot), at)
 
     def close(self) -> None:
         """Close the files."""
@@ -167,44 +175,20 @@ class Dump:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _tensor(self, module: str, slot: str) -> tuple[TensorInfo, list[_Block]]:
+    def _key(self, module: str, slot: str) -> tuple[str, str]:
         if (module, slot) not in self.tensors:
             raise DumpError(f"{self.path} has no tensor {module}:{slot}", "see 'probe show' for what it holds")
-        return self.tensors[(module, slot)], self._blocks[(module, slot)]
+        return module, slot
 
-    def _raw(self, block: _Block, dtype: str, start: int, stop: int) -> np.ndarray:
-        return self._parts[block.file].raw(block.dataset, block.shape, dtype, start, stop)
-
-    def _rows(self, block: _Block) -> np.ndarray:
-        part = self._parts[block.file]
-        rows = part.rows(block.rows)
-        if len(rows) != block.shape[0]:
-            raise DumpError(
-                f"{part.path}:{block.dataset} has {block.shape[0]} rows, /rows/{block.rows} {len(rows)}", DAMAGED
-            )
-        return rows
-
-    def _tensor_table(self) -> dict[tuple[str, str], TensorInfo]:
-        tensors: dict[tuple[str, str], TensorInfo] = {}
-        sums: dict[tuple[str, str], list[tuple[float, int, float]]] = {}
-        for number, part in enumerate(self._parts):
-            for record in sorted(part.tables["index"], key=lambda r: (int(r["order"]), int(r["block"]))):
-                key = (text_of(record["module"]), text_of(record["slot"]))
-                where = f"{part.path}:/index {':'.join(key)}"
-                shape = json_shape(record["shape"], where, rows=True)
-                dtype = check_dtype(text_of(record["dtype"]), where)
-                block = _Block(number, text_of(record["dataset"]), shape, text_of(record["rows"]))
-                info = tensors.setdefault(key, TensorInfo(*key, dtype, shape[1:], order=int(record["order"])))
-                if info.feature_shape != shape[1:] or info.dtype != dtype:
-                    continue  # a tensor that changes its shape between calls has no common row: its first shape stands
-                info.has_rows = text_of(record["row_axes"]) != ""
-                self._blocks.setdefault(key, []).append(block)
-                _accumulate(info, record, shape, sums.setdefault(key, []))
-        for key, info in tensors.items():
-            count = sum(n for _, n, _ in sums[key])
-            info.mean = sum(m * n for m, n, _ in sums[key]) / count if count else float("nan")
-            info.norm = float(np.sqrt(sum(norm**2 for *_, norm in sums[key])))
-        return tensors
+    def _sequence_list(self) -> list[Sequence]:
+        """Read and merge the sequences of all files, and let the files number their rows by the merged list."""
+        found = [sequences_of(p.tables["sequences"], p.tables["tokens"], str(p.path)) for p in self._parts]
+        if len(self._parts) > 1 and not any(part.path.name.startswith(DRIVER) for part in self._parts):
+            name_apart(found, self._parts, self._places)
+        merged, maps = merge_sequences(found)
+        for part, mapping in zip(self._parts, maps):
+            part.to_global = mapping
+        return merged
 
     def _token_table(self) -> np.ndarray:
         tables = []
@@ -225,27 +209,26 @@ class Dump:
                 modules[path] = ModuleInfo(path, text_of(record["class"]), int(record["order"]), info)
         return modules
 
-    def _weight_table(self) -> dict[str, WeightSketch]:
-        weights = {}
-        for part in self._parts:
+    def _weight_table(self) -> dict[str, JoinedSketch]:
+        found: dict[str, list[tuple[Place, WeightSketch]]] = {}
+        for part, place in zip(self._parts, self._places):
             for record in part.tables["weights"]:
                 name, dtype, alias = (text_of(record[column]) for column in ("name", "dtype", "alias"))
-                shape = json_shape(record["shape"], f"{part.path}:/weights {name}")
+                where = f"{part.path}:/weights {name}"
+                shape = json_shape(record["shape"], where)
                 dataset, columns = text_of(record["dataset"]), 3 if len(shape) > 1 else 1
                 rows = part.sketch(dataset, columns) if dataset else np.zeros((0, columns))
-                weights[name] = WeightSketch(name, shape, dtype, rows, float(record["quad"]), alias)
-        return weights
+                lies = (int(record[column]) for column in ("axis", "start", "whole"))
+                sketch = WeightSketch(name, shape, dtype, rows, float(record["quad"]), alias, *lies)
+                found.setdefault(name, []).append((place, check_sketch(sketch, where)))
+        return {name: join_sketches(entries, self.tp, str(self.path)) for name, entries in found.items()}
 
     def _fill_missing_tokens(self) -> None:
         """Rebuild the ids of sequences that no token table lists (a killed run) from the rows of their tensors."""
         lacking = [s for s in self.sequences if not len(s.tokens)]
         if not lacking:
             return
-        tables = [
-            part.rows(name)
-            for part in self._parts
-            for name in sorted({text_of(record["rows"]) for record in part.tables["index"]})
-        ]
+        tables = [rows for _, rows in self._tensors.row_tables()]
         rows = np.concatenate([np.zeros(0, schema.ROW), *tables])
         rows = rows[(rows["position"] >= 0) & (rows["token"] >= 0)]
         for sequence in lacking:
@@ -254,17 +237,3 @@ class Dump:
             unbroken = int(np.argmin(np.append(positions, -1) == np.arange(len(positions) + 1)))
             sequence.tokens = mine["token"][first[:unbroken]].astype(np.int64)
             sequence.length = max(sequence.length, unbroken)
-
-
-def _accumulate(
-    info: TensorInfo, record: np.void, shape: tuple[int, ...], sums: list[tuple[float, int, float]]
-) -> None:
-    """Fold one block's statistics into those of its tensor."""
-    info.rows += shape[0]
-    info.nan += int(record["nan"])
-    info.inf += int(record["inf"])
-    finite = math.prod(shape) - int(record["nan"]) - int(record["inf"])
-    if finite and np.isfinite(record["norm"]):
-        info.min = float(np.fmin(info.min, record["min"]))
-        info.max = float(np.fmax(info.max, record["max"]))
-        sums.append((float(record["mean"]), finite, float(record["norm"])))

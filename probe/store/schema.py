@@ -27,6 +27,7 @@ INDEX = np.dtype(
         ("dtype", TEXT),
         ("shape", TEXT),
         ("row_axes", TEXT),
+        ("shard", TEXT),
         ("rows", TEXT),
         ("min", "<f8"),
         ("max", "<f8"),
@@ -49,6 +50,7 @@ SEQUENCE = np.dtype(
         ("length", "<i4"),
         ("token_hash", TEXT),
         ("weight_version", "<i4"),
+        ("cached", "<i4"),
     ]
 )
 TOKEN = np.dtype(
@@ -63,10 +65,27 @@ TOKEN = np.dtype(
 )
 MODULE = np.dtype([("path", TEXT), ("class", TEXT), ("order", "<i4"), ("info", TEXT)])
 WEIGHT = np.dtype(
-    [("name", TEXT), ("shape", TEXT), ("dtype", TEXT), ("quad", "<f8"), ("alias", TEXT), ("dataset", TEXT)]
+    [
+        ("name", TEXT),
+        ("shape", TEXT),
+        ("dtype", TEXT),
+        ("axis", "<i4"),
+        ("start", "<i4"),
+        ("whole", "<i4"),
+        ("quad", "<f8"),
+        ("alias", TEXT),
+        ("dataset", TEXT),
+    ]
 )
 TABLES = {"index": INDEX, "sequences": SEQUENCE, "tokens": TOKEN, "modules": MODULE, "weights": WEIGHT}
 RESERVED = frozenset({*TABLES, "rows", "manifest", "sketches"})
+
+AXES = ("tp", "pp", "cp", "ep", "dp")
+"""Ways in which ranks share a model: tensor, pipeline, context, expert and data parallelism."""
+WHOLE, COLUMNS, PARTIAL, REPLICATED, CHECKSUM = "", "columns", "partial", "replicated", "checksum"
+SHARDS = (WHOLE, COLUMNS, PARTIAL, REPLICATED, CHECKSUM)
+"""How a tensor lies over the tensor-parallel ranks: not declared, part of the features, a term of a sum, the same on
+all (stored by rank 0), and what the other ranks store of the same: a checksum per row."""
 
 _segment_keys = itertools.count()
 
@@ -88,7 +107,8 @@ class Sequence:
     """One prompt with its response.
 
     ``prompt_len`` and ``length`` count tokens (prompt, prompt + response); ``tokens`` is int64 [length], or shorter
-    while a sequence is still being generated. ``weight_version`` counts weight updates that the engine received.
+    while a sequence is still being generated. ``weight_version`` counts weight updates that the engine received;
+    ``cached`` leading tokens came from the engine's prefix cache, so that their rows never ran.
     """
 
     index: int
@@ -100,6 +120,7 @@ class Sequence:
     length: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     weight_version: int = 0
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,8 +138,13 @@ class WeightSketch:
     """A small fingerprint of one parameter that says how two copies differ, without storing the weight.
 
     ``rows`` is float64: for a matrix [out, 3] holding, per output row, W @ r (r uniform in (-1, 1) from a hash of the
-    global input column), the row sum and the row sum of squares; for a vector [n, 1] holding its values. ``quad`` is
-    r' W r for a square matrix, else NaN. ``alias`` names the parameter that shares this one's storage.
+    global input column), the row sum and the row sum of squares; for a vector [n, 1] holding its values; for experts
+    [E, out, in] those of each expert in turn, [E * out, 3]. ``quad`` is r' W r for a square matrix, else NaN. ``alias``
+    names the parameter that shares this one's storage.
+
+    ``axis`` says how tensor-parallel ranks share the parameter: -1 not at all, 0 by output rows, 1 by input columns.
+    Within one such rank FSDP may have left this process a slice of the first axis: ``shape`` is the slice's, ``start``
+    its first entry and ``whole`` the entries of the whole axis (``shape[0]``, the default, where nothing is sliced).
     """
 
     name: str
@@ -127,6 +153,13 @@ class WeightSketch:
     rows: np.ndarray
     quad: float = float("nan")
     alias: str = ""
+    axis: int = -1
+    start: int = 0
+    whole: int = -1
+
+    def __post_init__(self) -> None:
+        if self.whole < 0:
+            object.__setattr__(self, "whole", self.shape[0] if self.shape else 1)
 
 
 @dataclass
@@ -134,7 +167,11 @@ class TensorInfo:
     """All blocks of one (module, slot): what a reader can know before reading any of them.
 
     ``rows`` counts stored rows; ``feature_shape`` is the shape of one row. ``has_rows`` is False where no axis of the
-    tensor runs along tokens: such a tensor has one row per call. ``norm`` is the L2 norm over all blocks.
+    tensor runs along tokens: such a tensor has one row per call. ``norm`` is the L2 norm over all blocks. ``shard``
+    says how ranks share it (:data:`SHARDS`) and ``ranks`` how many: tensor-parallel ones for columns and terms of a
+    sum, else all that stored any of it. The other fields are of the whole tensor. Statistics are of the stored blocks,
+    NaN for the terms of a sum. ``left_out`` counts rows that could not be made whole, ``lacking`` says why; a tensor
+    without any whole row cannot be read.
     """
 
     module: str
@@ -144,6 +181,10 @@ class TensorInfo:
     rows: int = 0
     order: int = 0
     has_rows: bool = True
+    shard: str = ""
+    ranks: int = 1
+    left_out: int = 0
+    lacking: str = ""
     min: float = float("nan")
     max: float = float("nan")
     mean: float = float("nan")

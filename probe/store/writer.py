@@ -23,6 +23,7 @@ from probe.errors import DumpError, OutputExistsError
 from probe.store.dtypes import file_type, stored_dtype, widen
 from probe.store.journal import JournalWriter
 from probe.store.schema import (
+    CHECKSUM,
     PARTIAL_SUFFIX,
     RESERVED,
     ROW,
@@ -38,6 +39,7 @@ from probe.store.schema import (
 LIBVER = ("v108", "v108")
 CHUNK_ROWS = {"tokens": 1024}
 """Rows by which a table grows, 64 where not given: small, because a chunk is stored whole."""
+NO_STATISTICS = (np.nan, np.nan, np.nan, np.nan, 0, 0)
 
 
 @dataclass
@@ -54,6 +56,7 @@ class _Series:
     nbytes: int = 0
     blocks: int = 0
     has_rows: bool = True
+    shard: str = ""
 
 
 class DumpWriter:
@@ -119,29 +122,39 @@ class DumpWriter:
         if sketch.rows.size:
             dataset = self._unused("sketches", sketch.name)
             self._create(dataset, np.ascontiguousarray(sketch.rows, np.float64), "float64")
-        shape = json.dumps(list(sketch.shape))
-        self._waiting["weights"].append((sketch.name, shape, sketch.dtype, sketch.quad, sketch.alias, dataset))
+        shape, lies = json.dumps(list(sketch.shape)), (sketch.axis, sketch.start, sketch.whole)
+        self._waiting["weights"].append((sketch.name, shape, sketch.dtype, *lies, sketch.quad, sketch.alias, dataset))
 
     def add_tokens(self, tokens: np.ndarray) -> None:
         """Append rows of the token table (an array of :data:`probe.store.schema.TOKEN`)."""
         self._waiting["tokens"].extend(np.asarray(tokens, TOKEN).tolist())
 
     def append(
-        self, module: str, slot: str, array: np.ndarray, dtype: str, segment: RowSegment, *, has_rows: bool = True
+        self,
+        module: str,
+        slot: str,
+        array: np.ndarray,
+        dtype: str,
+        segment: RowSegment,
+        *,
+        has_rows: bool = True,
+        shard: str = "",
     ) -> None:
         """Append one call's rows of a tensor.
 
         ``array`` is [rows, *features] in the numpy carrier of ``dtype`` and belongs to the writer from now on;
         ``segment`` has one entry per row. ``has_rows=False`` marks a tensor without a token axis (one row per call).
+        ``shard`` says how the tensor lies over tensor-parallel ranks (:data:`probe.store.schema.SHARDS`); the row
+        checksums of a replicated tensor are a uint64 array [rows] of dtype ``uint64``.
         """
         if len(array) != len(segment.rows):
             raise DumpError(f"{module}:{slot} has {len(array)} rows but its call has {len(segment.rows)}")
         if not len(array):
             return
         series = self._series_of(module, slot)
-        if series.arrays and (series.dtype, series.feature_shape) != (dtype, array.shape[1:]):
+        if series.arrays and (series.dtype, series.feature_shape, series.shard) != (dtype, array.shape[1:], shard):
             self._write_block(module, slot, series)
-        series.dtype, series.feature_shape, series.has_rows = dtype, array.shape[1:], has_rows
+        series.dtype, series.feature_shape, series.has_rows, series.shard = dtype, array.shape[1:], has_rows, shard
         digest = xxhash.xxh3_128_digest(np.ascontiguousarray(array).data)
         shared, count = self._live.get(digest, (array, 0))
         if shared.shape != array.shape or shared.dtype != array.dtype:
@@ -235,7 +248,8 @@ class DumpWriter:
         self._waiting["index"].append(
             (
                 *(module, slot, series.blocks, series.order, series.dtype, json.dumps(shape)),
-                *("0" if series.has_rows else "", self._row_table(series.segments), *statistics, checksum, dataset),
+                *("0" if series.has_rows else "", series.shard, self._row_table(series.segments)),
+                *(*(NO_STATISTICS if series.shard == CHECKSUM else statistics), checksum, dataset),
             )
         )
         for digest in series.digests:
@@ -291,17 +305,17 @@ def _sequence_record(sequence: Sequence) -> tuple[Any, ...]:
     )
     return (
         *(sequence.index, sequence.trajectory or sequence.uid, sequence.request_id, sequence.uid, sequence.sample),
-        *(sequence.prompt_len, sequence.length, digest, sequence.weight_version),
+        *(sequence.prompt_len, sequence.length, digest, sequence.weight_version, sequence.cached),
     )
 
 
 def _statistics(data: np.ndarray, dtype: str) -> tuple[float, ...]:
     """Return min, max, mean, L2 norm (finite values only) and the counts of NaN and Inf."""
     if dtype == "float4_e2m1fn_x2":
-        return (np.nan, np.nan, np.nan, np.nan, 0, 0)
+        return NO_STATISTICS
     values = widen(data, dtype)
     if not values.size:
-        return (np.nan, np.nan, np.nan, np.nan, 0, 0)
+        return NO_STATISTICS
     if values.dtype.kind in "iub":
         wide = values.astype(np.float64)
         return (wide.min(), wide.max(), wide.mean(), float(np.sqrt(np.square(wide).sum())), 0, 0)

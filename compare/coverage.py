@@ -1,0 +1,214 @@
+"""Count what a comparison saw: every row and every native tensor of both sides is joined or has one reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from probe.compare.align import NO_ROWS, RowAligner, RowJoin, RowTable, pack
+from probe.compare.report.model import ROW_REASONS
+from probe.store.reader import Dump
+
+REASONS = tuple(ROW_REASONS)
+"""Why a row did not join (docs/report.md). A row counts under the first that fits; the last one fits any."""
+
+EXCUSED = frozenset({"padding", "computed_again", "prefix_cache", "not_executed", "prompts_only", "beyond_prefix"})
+"""Rows that the two sides could not both have stored: they do not lower the share of rows that was compared."""
+
+
+@dataclass
+class Recomputed:
+    """Cells (packed) of one side that its model ran more than once, and those that came out with other bits."""
+
+    again: set[int] = field(default_factory=set)
+    differing: set[int] = field(default_factory=set)
+
+    def note(self, table: RowTable, values: np.ndarray) -> None:
+        """Look at the repeated rows of one tensor [rows, features]; the last computation is the one that counts."""
+        if not len(table.earlier):
+            return
+        first, last = (_bits(values[rows]) for rows in (table.earlier, table.last[table.again]))
+        cells = table.cells[table.again]
+        self.again.update(cells.tolist())
+        self.differing.update(cells[(first != last).any(axis=1)].tolist())
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+
+
+@dataclass
+class RowCoverage:
+    """Rows of two dumps over all matched tensors: ``joined``, and for each side reason -> rows that did not join."""
+
+    joined: int = 0
+    a: Counter[str] = field(default_factory=Counter)
+    b: Counter[str] = field(default_factory=Counter)
+    recomputed: tuple[Recomputed, ...] = ()
+
+    @property
+    def covered(self) -> float:
+        """Return joined / rows that both sides could have stored (1 when there is none)."""
+        missed = sum(count for side in (self.a, self.b) for reason, count in side.items() if reason not in EXCUSED)
+        return self.joined / (self.joined + missed) if self.joined + missed else 1.0
+
+    def count(self, reason: str) -> int:
+        """Return how many rows of both sides have a reason."""
+        return self.a[reason] + self.b[reason]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report's ``coverage.rows``."""
+        sides = {name: {r: side[r] for r in REASONS if side[r]} for name, side in (("a", self.a), ("b", self.b))}
+        again = [{"rows": len(side.again), "differing": len(side.differing)} for side in self.recomputed]
+        return {"joined": self.joined, **sides, "recomputed": dict(zip("ab", again))}
+
+
+@dataclass(frozen=True)
+class FewerRows:
+    """One tensor that was compared on fewer rows than others.
+
+    Of the ``missing`` rows, which joined in another tensor, side a lacks ``lacking_a`` of this one and b ``lacking_b``.
+    """
+
+    label: str
+    joined: int
+    missing: int
+    lacking_a: int
+    lacking_b: int
+
+
+@dataclass
+class _Joined:
+    """All joined (pair, position), packed and sorted, and the cell of each side that stands for them."""
+
+    keys: np.ndarray
+    cells: tuple[np.ndarray, np.ndarray]
+
+
+def count_rows(
+    aligner: RowAligner,
+    joins: list[RowJoin],
+    a: Dump,
+    b: Dump,
+    recomputed: tuple[Recomputed, ...] = (),
+    left_out: tuple[int, int] = (0, 0),
+) -> RowCoverage:
+    """Give every row of the two dumps, over all joins, its reason (:class:`RowCoverage`).
+
+    ``left_out``: for each side, rows that its reader could make whole in no tensor.
+    """
+    distinct = _distinct(joins)
+    joined = _all_joined(aligner, distinct)
+    held = [_union([join.table(side).cells for join in distinct]) for side in (0, 1)]
+    coverage = RowCoverage(joined=len(joined.keys), recomputed=recomputed)
+    for side, counts in enumerate((coverage.a, coverage.b)):
+        lone = np.setdiff1d(held[side], joined.cells[side], assume_unique=True)
+        reasons = _reasons(_Lone(aligner, lone, side), joined, held[1 - side], (a, b))
+        counts.update({REASONS[n]: int(count) for n, count in enumerate(np.bincount(reasons)) if count})
+        unread = {
+            "padding": max((join.table(side).padding for join in distinct), default=0),
+            "part_of_shards": left_out[side],
+        }
+        counts.update({reason: count for reason, count in unread.items() if count})
+    return coverage
+
+
+def _distinct(joins: list[RowJoin]) -> list[RowJoin]:
+    return list({id(join): join for join in joins}.values())
+
+
+def _union(arrays: list[np.ndarray]) -> np.ndarray:
+    distinct = list({id(array): array for array in arrays}.values())
+    if len(distinct) == 1:
+        return distinct[0]
+    return np.unique(np.concatenate(distinct)) if distinct else NO_ROWS
+
+
+def _all_joined(aligner: RowAligner, joins: list[RowJoin]) -> _Joined:
+    """Return what joined in any tensor; where tensors took a row from several pieces the last piece stands for it."""
+    if not joins:
+        return _Joined(NO_ROWS, (NO_ROWS, NO_ROWS))
+    keys = np.concatenate([pack(join.pair, join.position) for join in joins])
+    chosen = []
+    for side in (0, 1):
+        cells = np.concatenate([join.cells(side) for join in joins])
+        order = np.lexsort((aligner.places(cells, side)[3], keys))
+        last = np.append(keys[order][1:] != keys[order][:-1], True) if len(order) else np.zeros(0, bool)
+        chosen.append(cells[order[last]])
+    return _Joined(np.unique(keys), (chosen[0], chosen[1]))
+
+
+class _Lone:
+    """Rows of one side that did not join, with what the other side's sequence of each says about its rows."""
+
+    def __init__(self, aligner: RowAligner, cells: np.ndarray, side: int) -> None:
+        self.aligner, self.side, pairs = aligner, side, aligner.join.pairs
+        self.sequence, self.position, self.pair, _ = aligner.places(cells, side)
+        self.key = pack(self.pair, self.position)
+        mine, other = aligner.sequences[side], aligner.sequences[1 - side]
+        leads = [other[pair.pieces(1 - side)[-1]] for pair in pairs]
+        pieces = [[other[n] for n in pair.pieces(1 - side)] for pair in pairs]
+        self.prefix = self._of(aligner.prefix)
+        self.known = self._of([len(s.tokens) for s in leads])
+        self.last_generated = self._of([len(s.tokens) - 1 if len(s.tokens) > s.prompt_len else -1 for s in leads])
+        self.cached = self._of([max(s.cached for s in group) for group in pieces])
+        prompts = [max(s.prompt_len for s in group) for group in pieces]
+        own = [mine[pair.pieces(side)[0]].prompt_len for pair in pairs]
+        self.prompt = self._of([one or two for one, two in zip(prompts, own)])
+
+    def _of(self, per_pair: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return one entry per row from one per pair; rows of no pair get -1."""
+        return np.append(np.asarray(per_pair, np.int64), -1)[self.pair]
+
+    def versions(self, held: np.ndarray) -> np.ndarray:
+        """Tell which positions the other side holds (``held``: its cells), but in other weight versions only."""
+        if len(self.aligner.versions) < 2:
+            return np.zeros(len(self.pair), bool)
+        sequence, position, pair, _ = self.aligner.places(held, 1 - self.side)
+        versioned = [
+            pack(p * len(self.aligner.versions) + self.aligner.version[side][s], at)
+            for p, s, at, side in (
+                (self.pair, self.sequence, self.position, self.side),
+                (pair, sequence, position, 1 - self.side),
+            )
+        ]
+        within = self.position < self.prefix
+        return within & np.isin(self.key, pack(pair, position)) & ~np.isin(versioned[0], versioned[1][pair >= 0])
+
+
+def _reasons(lone: _Lone, joined: _Joined, held: np.ndarray, dumps: tuple[Dump, Dump]) -> np.ndarray:
+    """Return the number in REASONS of each lone row."""
+    short = [bool(dump.manifest.get("prompts_only")) for dump in dumps]
+    within = lone.position < lone.prefix
+    told_not_to = short[1 - lone.side] and not short[lone.side]
+    response = np.where(within, lone.position >= lone.prompt, lone.known == lone.prefix)
+    fits = {
+        "computed_again": (lone.pair >= 0) & np.isin(lone.key, joined.keys),
+        "other_sequence": lone.pair < 0,
+        "other_version": lone.versions(held),
+        "prefix_cache": within & (lone.position < lone.cached),
+        "not_executed": within & (lone.position == lone.last_generated),
+        "prompts_only": response & told_not_to,
+        "beyond_prefix": ~within,
+    }
+    numbers = [REASONS.index(reason) for reason in fits]
+    return np.select(list(fits.values()), numbers, REASONS.index("not_stored")).astype(np.int64)
+
+
+def fewer_rows(aligner: RowAligner, labelled: list[tuple[str, RowJoin]]) -> list[FewerRows]:
+    """Return the tensors, of (label, join), that were compared on fewer rows than joined in all."""
+    joins = _distinct([join for _, join in labelled])
+    everything = _union([pack(join.pair, join.position) for join in joins])
+    found = {}
+    for join in joins:
+        missing = np.setdiff1d(everything, pack(join.pair, join.position), assume_unique=True)
+        lacking = []
+        for side in (0, 1):
+            _, position, pair, _ = aligner.places(join.table(side).cells, side)
+            lacking.append(int((~np.isin(missing, pack(pair, position)[pair >= 0])).sum()))
+        found[id(join)] = FewerRows("", len(join.index_a), len(missing), lacking[0], lacking[1])
+    return [replace(found[id(join)], label=label) for label, join in labelled if found[id(join)].missing]
