@@ -95,13 +95,15 @@ def compare(
     folder = output or DEFAULT_FOLDER
     refuse_existing(folder, wanted, force)
     with observing() as observer:
-        options: dict[str, Any] = {
-            "min_coverage": min_coverage,
-            "across_versions": across_versions,
-            "text": not no_text,
-        }
-        options |= {"mapping": mapping}
-        report = compare_dumps(a, b, observer=observer, **options)
+        report = compare_dumps(
+            a,
+            b,
+            min_coverage=min_coverage,
+            across_versions=across_versions,
+            mapping=mapping,
+            observer=observer,
+            text=not no_text,
+        )
     written = write_forms(report, wanted, folder, text=not no_text)
     if as_json:
         sys.stdout.write(_json(report, text=not no_text))
@@ -116,13 +118,12 @@ def compare(
 
 def print_explanation(a: Path, b: Path, name: str, as_json: bool, **options: Any) -> None:
     """Print how the tensors called ``name`` are compared; raise UsageError for a name that neither dump has."""
-    import json
-
     from probe.compare.explain import explain, in_words
+    from probe.compare.report.model import dumps
 
     found = explain(a, b, name, **options)
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(dumps(found) + "\n")
         return
     for line in in_words(found):
         common.say(line)

@@ -106,21 +106,13 @@ def _sequence(sequence: Sequence) -> dict[str, Any]:
     return {"uid": sequence.uid, "prompt": sequence.prompt_len, "response": response, "sample": sequence.sample}
 
 
-_OVER_RANKS = {"columns": "columns over {} ranks", "partial": "sum over {} ranks", "replicated": "copies on {} ranks"}
-
-
-def _over_ranks(info: TensorInfo) -> str:
-    """Say how ranks share a tensor, or an empty string for one that a single rank stored."""
-    return _OVER_RANKS.get(info.shard, "on {} ranks").format(info.ranks) if info.ranks > 1 else ""
-
-
 def _tensor(info: TensorInfo) -> dict[str, Any]:
     shape = {"rows": info.rows, "features": list(info.feature_shape), "per_token": info.has_rows}
     numbers = {name: float(getattr(info, name)) for name in STATISTICS}
     return {"module": info.module, "slot": info.slot, "dtype": info.dtype, **shape, **numbers} | {
         "nan": info.nan,
         "inf": info.inf,
-        "ranks": _over_ranks(info),
+        "ranks": info.over_ranks,
         "left_out": info.left_out,
         "lacking": info.lacking,
     }
@@ -176,6 +168,7 @@ def _print_dump(data: dict[str, Any], everything: bool) -> None:
     facts = {
         "model": f"{model.get('architecture')} at {model.get('path')}",
         "numbers": f"{manifest.get('dtype')} on {manifest.get('device')}, log-probs {manifest.get('logprobs_mode')}",
+        "parallel": _parallel(manifest.get("topology") or {}),
         "tokens": manifest.get("source_dump") and f"those of {manifest['source_dump']}",
         "sampling": ", ".join(f"{k} {v}" for k, v in (manifest.get("sampling") or {}).items()),
         "batching": ", ".join(f"{k} {v}" for k, v in (manifest.get("batching") or {}).items()),
@@ -196,6 +189,12 @@ def _print_dump(data: dict[str, Any], everything: bool) -> None:
     _print_tensors(data["tensors"], everything)
     common.say("")
     common.say(f"{len(data['weights'])} weights. One module: probe show {data['path']} MODULE")
+
+
+def _parallel(topology: dict[str, Any]) -> str:
+    """Return the sizes above 1 of a topology, and whether sequence parallelism is on; empty for one rank."""
+    sizes = [f"{axis} {size}" for axis, size in topology.items() if axis != "sp" and size and size > 1]
+    return ", ".join([*sizes, *(["sequence parallel"] if topology.get("sp") else [])])
 
 
 def _cut(entries: list[Any], limit: int, everything: bool) -> list[Any]:

@@ -67,6 +67,12 @@ def split(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return cells >> _POSITION_BITS, cells & ((1 << _POSITION_BITS) - 1)
 
 
+def last_of_equals(*columns: np.ndarray) -> np.ndarray:
+    """Return bool [n]: whether an entry of sorted columns is the last of those equal to it in all of them."""
+    differs = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    return np.append(differs, True)[: len(columns[0])]
+
+
 def read_table(rows: np.ndarray) -> RowTable:
     """Tell the rows of a table apart: of a (sequence, position) that ran twice the last call counts."""
     known = (rows["sequence"] >= 0) & (rows["position"] >= 0)
@@ -76,7 +82,7 @@ def read_table(rows: np.ndarray) -> RowTable:
     at = np.flatnonzero(known)
     order = at[np.lexsort((at, rows["call"][at], cells[at]))]
     ordered = cells[order]
-    is_last = np.append(ordered[1:] != ordered[:-1], True) if len(order) else np.zeros(0, bool)
+    is_last = last_of_equals(ordered)
     last = np.flatnonzero(is_last)
     earlier = np.flatnonzero(~is_last)
     again = np.searchsorted(last, earlier)
@@ -131,8 +137,7 @@ class RowAligner:
         pair = owner // len(self.versions)
         if len(self.versions) > 1:  # a position that both sides computed with several versions: the newest counts
             order = np.lexsort((owner, position, pair))
-            moved = (pair[order][1:] != pair[order][:-1]) | (position[order][1:] != position[order][:-1])
-            order = order[np.append(moved, True)] if len(order) else order
+            order = order[last_of_equals(pair[order], position[order])]
             pair, position, at_a, at_b = pair[order], position[order], at_a[order], at_b[order]
         index = table_a.last[at_a], table_b.last[at_b]
         return RowJoin(*index, pair, position, table_a, table_b, table_a.cells[at_a], table_b.cells[at_b])
@@ -151,7 +156,7 @@ class RowAligner:
             return keys, at
         order = np.lexsort((self._rank[side][sequence], keys))
         keys, at = keys[order], at[order]
-        last = np.append(keys[1:] != keys[:-1], True)
+        last = last_of_equals(keys)
         return keys[last], at[last]
 
     def places(self, cells: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from probe.compare.align import NO_ROWS, RowAligner, RowJoin, RowTable, pack
+from probe.compare.align import NO_ROWS, RowAligner, RowJoin, RowTable, last_of_equals, pack
 from probe.compare.report.model import ROW_REASONS
 from probe.store.reader import Dump
 
@@ -43,18 +43,22 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 @dataclass
 class RowCoverage:
-    """Rows of two dumps over all matched tensors: ``joined``, and for each side reason -> rows that did not join."""
+    """Rows of two dumps over all matched tensors: ``joined``, and for each side reason -> rows that did not join.
+
+    A row is joined where any tensor has it on both sides; ``held`` is the share of them that a tensor has on average.
+    """
 
     joined: int = 0
     a: Counter[str] = field(default_factory=Counter)
     b: Counter[str] = field(default_factory=Counter)
     recomputed: tuple[Recomputed, ...] = ()
+    held: float = 1.0
 
     @property
     def covered(self) -> float:
-        """Return joined / rows that both sides could have stored (1 when there is none)."""
+        """Return joined / rows that both sides could have stored (1 when there is none), times ``held``."""
         missed = sum(count for side in (self.a, self.b) for reason, count in side.items() if reason not in EXCUSED)
-        return self.joined / (self.joined + missed) if self.joined + missed else 1.0
+        return self.held * self.joined / (self.joined + missed) if self.joined + missed else 1.0
 
     def count(self, reason: str) -> int:
         """Return how many rows of both sides have a reason."""
@@ -137,8 +141,7 @@ def _all_joined(aligner: RowAligner, joins: list[RowJoin]) -> _Joined:
     for side in (0, 1):
         cells = np.concatenate([join.cells(side) for join in joins])
         order = np.lexsort((aligner.places(cells, side)[3], keys))
-        last = np.append(keys[order][1:] != keys[order][:-1], True) if len(order) else np.zeros(0, bool)
-        chosen.append(cells[order[last]])
+        chosen.append(cells[order[last_of_equals(keys[order])]])
     return _Joined(np.unique(keys), (chosen[0], chosen[1]))
 
 
@@ -212,3 +215,13 @@ def fewer_rows(aligner: RowAligner, labelled: list[tuple[str, RowJoin]]) -> list
             lacking.append(int((~np.isin(missing, pack(pair, position)[pair >= 0])).sum()))
         found[id(join)] = FewerRows("", len(join.index_a), len(missing), lacking[0], lacking[1])
     return [replace(found[id(join)], label=label) for label, join in labelled if found[id(join)].missing]
+
+
+def held_rows(labelled: Sequence[tuple[str, RowJoin]], fewer: Sequence[FewerRows], expected: Collection[str]) -> float:
+    """Return the share of the joined rows that a tensor has on average, over those ``expected`` to have all of them.
+
+    ``fewer`` are the tensors that lack some.
+    """
+    have = sum(len(join.index_a) for label, join in labelled if label in expected)
+    lack = sum(entry.missing for entry in fewer if entry.label in expected)
+    return have / (have + lack) if lack else 1.0

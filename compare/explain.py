@@ -11,12 +11,12 @@ from typing import Any
 
 from probe.compare.align import RowAligner
 from probe.compare.coverage import count_rows
-from probe.compare.judge import effective_dtype, modelled_floor
-from probe.compare.lent import lend_tokens
+from probe.compare.judge import modelled_floor
 from probe.compare.mapping import load_map, read_mapped
 from probe.compare.match import Entry, Match, Matching, match_tensors
+from probe.compare.measure import noise_model
 from probe.compare.merge import CanonicalReader
-from probe.compare.names.base import RECOMPUTED, Source, label_of
+from probe.compare.names.base import RECOMPUTED, Source, key_of, label_of
 from probe.compare.report.model import ROW_REASONS, clean_floats
 from probe.compare.sequences import join_sequences
 from probe.compare.side import Side
@@ -40,6 +40,10 @@ OPERATION_WORDS = {
     "cut_vocabulary": "padding entries of the vocabulary cut off",
 }
 """What an operation does, for a reader."""
+
+
+ROUTING_STATUS = {"ids": "compared as sets", "weights": "compared expert by expert"}
+"""How the tensors that follow a token's choice of experts are compared, by slot."""
 
 
 @dataclass
@@ -68,7 +72,6 @@ def explain(
     given = load_map(mapping) if mapping is not None else None
     with open_dump(path_a) as a, open_dump(path_b) as b:
         side_a, side_b = read_mapped(a, b, given)
-        lend_tokens(a, b)
         aligner = RowAligner(join_sequences(a, b), a.sequences, b.sequences, across_versions=across_versions)
         view = _View(side_a, side_b, match_tensors(side_a, side_b), aligner)
         entries = [*_pairs(view, name), *_unpaired(view, name)]
@@ -91,10 +94,9 @@ def _is(name: str, label: str) -> bool:
 
 def _pairs(view: _View, name: str) -> list[dict[str, Any]]:
     entries = []
-    for status, matches in (("compared", view.matching.matched), ("compared as sets", view.matching.routing)):
-        for match in matches:
-            if any(_is(name, label) for label in _names(view, match)):
-                entries.append(_pair(view, match, status))
+    for match in (*view.matching.matched, *view.matching.routing):
+        if any(_is(name, label) for label in _names(view, match)):
+            entries.append(_pair(view, match, ROUTING_STATUS.get(key_of(match.label)[1], "compared")))
     canonical = [entry for entry in entries if _is(name, entry["name"])]
     return canonical or entries
 
@@ -103,18 +105,18 @@ def _pair(view: _View, match: Match, status: str) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": match.label, "status": "proposed" if match.proposal else status, "reason": ""}
     if match.proposal:
         entry |= {"proposal": asdict(match.proposal)}
-    dtypes = [side.dtype_of(s) for side, s in ((view.a, match.source_a), (view.b, match.source_b))]
-    models = [str(side.dump.manifest.get("dtype", "")) for side in (view.a, view.b)]
     place: dict[str, Any] = {"rank": list(match.place.rank), "operations_before": match.place.ops}
     if status == "compared":
-        reduction = max((max(s.shape.hidden, s.shape.intermediate) for s in (view.a, view.b)), default=0)
-        dtype = effective_dtype(*dtypes, *models)
-        place |= {"dtype": dtype, "floor": modelled_floor(dtype, match.place.ops, reduction)}
+        model = noise_model(view.a, view.b, match)
+        place |= {"dtype": model[0], "floor": modelled_floor(*model)}
+    rows = _rows(view, match)
+    if not rows["joined"]:
+        entry |= {"status": "not compared", "reason": rows.pop("problem", "no row of it was stored on both sides")}
     return entry | {
         "place": place,
         "a": _origin(view.a, match.source_a),
         "b": _origin(view.b, match.source_b),
-        "rows": _rows(view, match),
+        "rows": rows,
     }
 
 
@@ -132,7 +134,7 @@ def _origin(side: Side, source: Source) -> dict[str, Any]:
         "recomputed": source.operation in RECOMPUTED,
         "dtype": infos[0].dtype,
         "features": [list(info.feature_shape) for info in infos],
-        "shards": [{"kind": info.shard or "whole", "ranks": info.ranks, "left_out": info.left_out} for info in infos],
+        "shards": [{"over_ranks": info.over_ranks, "left_out": info.left_out} for info in infos],
     }
 
 
@@ -174,8 +176,7 @@ def _stripped(view: _View, side: str, label: str) -> Iterable[str]:
 
 def _nearest(view: _View, name: str) -> str:
     known: dict[str, None] = {}
-    for match in (*view.matching.matched, *view.matching.routing):
-        known |= dict.fromkeys([match.label])
+    known |= dict.fromkeys(match.label for match in (*view.matching.matched, *view.matching.routing))
     for side in (view.a, view.b):
         known |= dict.fromkeys(label_of(key) for key in side.dump.tensors)
     short = [label.removesuffix(":output.0") for label in known]
@@ -205,10 +206,11 @@ def in_words(explained: dict[str, Any]) -> list[str]:
 def _side_in_words(side: str, origin: dict[str, Any]) -> list[str]:
     lines = [f"  {side}: {' + '.join(origin['tensors'])}  ({origin['dtype']}, engine {origin['engine']})"]
     lines.append(f"     by: {origin['rule']}")
-    lines.append(f"     merged: {origin['how']}")
+    part = f" (part {origin['part'] + 1})" if origin["operation"].startswith("split_") else ""
+    lines.append(f"     merged: {origin['how']}{part}")
+    spread = dict.fromkeys(shard["over_ranks"] for shard in origin["shards"] if shard["over_ranks"])
+    lines += [f"     stored: {words}" for words in spread]
     for shard in origin["shards"]:
-        if shard["kind"] != "whole" or shard["ranks"] > 1:
-            lines.append(f"     shards: {shard['kind']} over {shard['ranks']} ranks")
         if shard["left_out"]:
             lines.append(f"     left out: {shard['left_out']} rows that could not be made whole")
     return lines
@@ -222,12 +224,8 @@ def _place_in_words(entry: dict[str, Any]) -> list[str]:
             f"  place: {place['operations_before']} operations before it; noise floor {place['floor']:.2e} "
             f"(relative L2) in {place['dtype']}"
         )
-    lines.append(f"  rows: {rows['joined']} joined by (sequence, position)" + _problem(rows))
+    lines.append(f"  rows: {rows['joined']} joined by (sequence, position)")
     for side in ("a", "b"):
         for reason, count in rows[side].items():
             lines.append(f"     {count} only in {side}: {ROW_REASONS.get(reason, reason)}")
     return lines
-
-
-def _problem(rows: dict[str, Any]) -> str:
-    return f"; {rows['problem']}" if rows.get("problem") else ""

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from probe.compare.report.model import counted
 from probe.compare.sequences import SequenceJoin, sequence_labels
 from probe.compare.side import Side
 from probe.compare.tokens import SOURCES, Sources, choose_sources, engine_semantics
+from probe.compare.trajectories import common_prefix
 from probe.compare.weights import canonical_weights, compare_weights
 from probe.store.reader import Dump
 
@@ -22,6 +24,9 @@ SHIFT_SHARE = 0.1
 SHIFT_NATS = 0.1
 """Mean disagreement (nats) of an engine's log-probs with those of its own logits that makes a shift worth trying: two
 healthy computations of one bf16 log-prob differ by about 0.01."""
+
+WEIGHTS_UNSEEN = "weights were not compared"
+"""How the weights gate's sentence ends where it saw none on both sides."""
 
 SHOWN = 3
 """Examples that a gate's sentence spells out."""
@@ -37,35 +42,33 @@ class Gate:
 
 
 def tokens_gate(a: Dump, b: Dump, join: SequenceJoin) -> Gate:
-    """Compare token ids: prompts that differ fail, responses that part or sequences of one side warn."""
+    """Compare token ids: prompts that differ fail; responses that part, lone sequences and assumed ids warn."""
+    takers = " and ".join(f"{counted(count, 'sequence')} of {side}" for side, count in zip("ab", join.lent) if count)
+    assumed = [f"{takers} hold no token ids and were joined by name: their ids are assumed to be the same"]
+    notes = assumed if takers else []
     if join.conflicts:
         left, right = (d.sequences[i] for d, i in zip((a, b), join.conflicts[0]))
-        at = _first_difference(left.tokens, right.tokens)
+        at = common_prefix(left.tokens, right.tokens)
         ids = [int(s.tokens[at]) if at < len(s.tokens) else None for s in (left, right)]
         name = sequence_labels(a.sequences)[left.index]
         problem = f"the prompt of {name} differs from position {at} on (token {ids[0]} in a, {ids[1]} in b)"
-        return Gate("tokens", "fail", f"{problem}; {len(join.conflicts)} prompts differ and were not compared")
+        differ = f"{len(join.conflicts)} such prompts in all were not compared"
+        return Gate("tokens", "fail", "; ".join([*notes, problem, differ]))
     parting = [
         pair
         for pair in join.pairs
         if pair.prefix < min(len(a.sequences[pair.a].tokens), len(b.sequences[pair.b].tokens))
     ]
-    alone = [f"{len(x)} sequences only in {side}" for side, x in (("a", join.only_a), ("b", join.only_b)) if x]
     if parting:
-        alone.insert(
-            0,
+        notes.append(
             f"the responses of {len(parting)} of {len(join.pairs)} sequences part (first {parting[0].label} at "
-            f"position {parting[0].prefix}), so later rows were not compared",
+            f"position {parting[0].prefix}), so later rows were not compared"
         )
+    lone = (("a", join.only_a), ("b", join.only_b))
+    notes += [f"{counted(len(found), 'sequence')} only in {side}" for side, found in lone if found]
     total = sum(pair.prefix for pair in join.pairs)
-    equal = f"{len(join.pairs)} sequences, {total} token ids equal"
-    return Gate("tokens", "warn" if alone else "pass", "; ".join([*alone, equal]))
-
-
-def _first_difference(left: np.ndarray, right: np.ndarray) -> int:
-    length = min(len(left), len(right))
-    differing = np.flatnonzero(left[:length] != right[:length])
-    return int(differing[0]) if len(differing) else length
+    equal = f"{counted(len(join.pairs), 'sequence')}, {counted(total, 'token id')} equal"
+    return Gate("tokens", "warn" if notes else "pass", "; ".join([*notes, equal]))
 
 
 def positions_gate(a: Side, b: Side) -> Gate:
@@ -117,9 +120,7 @@ def weights_gate(a: Side, b: Side) -> Gate:
     left, right = canonical_weights(a), canonical_weights(b)
     lacking = [name for name, weights in (("a", left), ("b", right)) if not weights]
     if lacking:
-        return Gate(
-            "weights", "skipped", f"no parameter sketches in {' and '.join(lacking)}: weights were not compared"
-        )
+        return Gate("weights", "skipped", f"no parameter sketches in {' and '.join(lacking)}: {WEIGHTS_UNSEEN}")
     findings = compare_weights(left, right)
     different = [finding for finding in findings if finding.status == "different"]
     rounded = [finding for finding in findings if finding.status == "rounded"]
@@ -133,10 +134,10 @@ def weights_gate(a: Side, b: Side) -> Gate:
             "weights", "warn" if lagged else "fail", f"{first.name} {first.detail} ({source}); {more}{versions}"
         )
     if not findings:
-        return Gate("weights", "warn", "no parameter has a canonical name on both sides: weights were not compared")
+        return Gate("weights", "warn", f"no parameter has a canonical name on both sides: {WEIGHTS_UNSEEN}")
     lacking_shards = [finding for finding in findings if finding.status == "missing"]
     lone = [name for name in left if name not in right] + [name for name in right if name not in left]
-    notes = [f"{len(findings) - len(lacking_shards)} parameters agree"]
+    notes = [f"{counted(len(findings) - len(lacking_shards), 'parameter')} agree"]
     if rounded:
         notes.append(f"{len(rounded)} of them within one rounding to {rounded[0].detail} (the dtypes differ)")
     if lone:

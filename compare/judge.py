@@ -51,6 +51,10 @@ NORM_FACTOR = 0.25
 SUSPECT_SHARE = 0.01
 """More suspect modules than this share make the whole comparison suspect (design: healthy pairs stay below)."""
 
+TOKEN_WORST = 1.0
+"""Nats that the log-prob of a single token may lie beyond what agreeing logits account for. Rounding logits of up to
+128 to bf16 moves them by 0.25, and the logarithm of their sum likewise: 0.5 on either side."""
+
 TOKEN_SUSPECT = 0.1
 """Mean absolute log-prob difference above which tokens alone make a comparison suspect (slime's CI limit; healthy
 dense bf16 pairs measure about 0.011, mixture-of-experts pairs up to 0.07)."""
@@ -154,13 +158,18 @@ def _explain(signs: tuple[_Sign, ...], band: float) -> str:
 
 
 def overall(
-    modules: Iterable[str], gates: Mapping[str, str], tokens: float | None, coverage: float, min_coverage: float
+    modules: Iterable[str],
+    gates: Mapping[str, str],
+    tokens: float | None,
+    coverage: float,
+    min_coverage: float,
+    worst_token: float = 0.0,
 ) -> str:
     """Return the verdict word of a whole comparison.
 
     ``modules``: verdicts of the compared tensors; ``gates``: status by gate name; ``tokens``: mean absolute log-prob
-    difference that the tensors do not account for, or None; ``coverage``: the smaller of the shares of tensors and of
-    rows that were compared.
+    difference that the tensors do not account for, or None, and ``worst_token`` the largest where logits say what they
+    allow; ``coverage``: the smaller of the shares of tensors and of rows that were compared.
     """
     words = [word for word in modules if word not in ("missing", "incomparable")]
     failed = any(gates.get(name) == "fail" for name in ("tokens", "weights", "sampling", "config", "positions"))
@@ -170,4 +179,4 @@ def overall(
         return "incomparable"
     if (words and words.count("suspect") > SUSPECT_SHARE * len(words)) or gates.get("replicas") == "fail":
         return "suspect"
-    return "suspect" if tokens is not None and tokens > TOKEN_SUSPECT else "consistent"
+    return "suspect" if (tokens or 0.0) > TOKEN_SUSPECT or worst_token > TOKEN_WORST else "consistent"

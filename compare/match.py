@@ -43,7 +43,8 @@ class Entry:
 class Matching:
     """The two sides' tensors, sorted out; ``matched`` is in execution order.
 
-    ``routing`` are pairs that name experts (ids and weights of those used): sets, which are not measured as numbers.
+    ``routing`` are the pairs whose columns follow a token's choice of experts: ids, compared as sets, and the weights,
+    compared expert by expert.
     """
 
     matched: list[Match] = field(default_factory=list)
@@ -65,7 +66,7 @@ def match_tensors(a: Side, b: Side) -> Matching:
     extras = _same_names(a, b, matching) if a.table.engine == b.table.engine else []
     taken = {match.label for match in extras}
     proposals = propose(_leftovers(a, taken), _leftovers(b, taken), _anchors(matching.matched, a, b))
-    places = running_places(a, matching.matched) if proposals.pairs else {}
+    places = _running_places(a, matching.matched) if proposals.pairs else {}
     extras += [_proposed(proposal, places[proposal.a]) for proposal in proposals.pairs]
     matching.matched.extend(extras)
     matching.matched.sort(key=lambda match: (match.place.rank, match.label))
@@ -108,7 +109,7 @@ def _layer_count(a: Side, b: Side) -> int:
 def _same_names(a: Side, b: Side, matching: Matching) -> list[Match]:
     """Match leftover outputs of one engine on both sides by their native name, so that unknown modules count too."""
     found = []
-    for label, place in running_places(a, matching.matched).items():
+    for label, place in _running_places(a, matching.matched).items():
         if _is_extra(label, a) and label in b.natives and _is_extra(label, b):
             info, other = (side.dump.tensors[side.natives[label]] for side in (a, b))
             if info.feature_shape == other.feature_shape:
@@ -117,7 +118,7 @@ def _same_names(a: Side, b: Side, matching: Matching) -> list[Match]:
     return found
 
 
-def running_places(side: Side, matched: list[Match]) -> dict[str, Place]:
+def _running_places(side: Side, matched: list[Match]) -> dict[str, Place]:
     """Return a place for every native label of side a, behind the matched tensors that ran before it."""
     places = {label: match.place for match in matched for label in match.source_a.native}
     current, found = Place((-2, 0), 0), {}

@@ -48,23 +48,22 @@ class Measurer:
     a: Side
     b: Side
     aligner: RowAligner
+    matching: Matching
     observer: Observer | None = None
     joins: list[RowJoin] = field(default_factory=list)
     recomputed: tuple[Recomputed, Recomputed] = field(default_factory=lambda: (Recomputed(), Recomputed()))
 
     def __post_init__(self) -> None:
         self._readers = CanonicalReader(self.a), CanonicalReader(self.b)
-        sizes = (size for side in (self.a, self.b) for size in (side.shape.hidden, side.shape.intermediate))
         self._levels = Levels()
         self._verdicts: dict[str, str] = {}
-        self._reduction = max(sizes, default=0)
-        self._model_dtypes = tuple(str(side.dump.manifest.get("dtype", "")) for side in (self.a, self.b))
+        dtype = effective_dtype(*_model_dtypes(self.a, self.b))
+        self.routing = Routing(self._readers, self.aligner, self.matching, dtype)
 
-    def run(self, matching: Matching) -> list[Measured]:
+    def run(self) -> list[Measured]:
         """Return one entry per matched tensor, in execution order."""
-        dtype = effective_dtype(*self._model_dtypes)
-        self.routing = Routing(self._readers, self.aligner, matching, dtype)
-        everything = sorted((*matching.matched, *matching.routing), key=lambda match: (match.place.rank, match.label))
+        matches = (*self.matching.matched, *self.matching.routing)
+        everything = sorted(matches, key=lambda match: (match.place.rank, match.label))
         results = []
         for order, match in enumerate(everything):
             if self.observer:
@@ -81,11 +80,11 @@ class Measurer:
             return self.routing.weights(match)
         return self._readers[0].read(match.source_a), self._readers[1].read(match.source_b)
 
-    def left_out(self, matching: Matching) -> tuple[int, int]:
+    def left_out(self) -> tuple[int, int]:
         """Return for each side the rows that no matched tensor holds whole: ranks that share them lack parts."""
         counts = []
         for side, name in ((self.a, "source_a"), (self.b, "source_b")):
-            natives = [label for match in matching.matched for label in getattr(match, name).native]
+            natives = [label for match in self.matching.matched for label in getattr(match, name).native]
             counts.append(min((side.dump.tensors[side.natives[label]].left_out for label in natives), default=0))
         return counts[0], counts[1]
 
@@ -116,7 +115,9 @@ class Measurer:
             return _incomparable(match, order, problem)
         dtypes = self.a.dtype_of(match.source_a), self.b.dtype_of(match.source_b)
         metrics = measure_rows(x, y, join, coarser_dtype(*dtypes))
-        floor = modelled_floor(effective_dtype(*dtypes, *self._model_dtypes), match.place.ops, self._reduction)
+        if not metrics.pairs and not metrics.nonfinite_mismatch:
+            return _incomparable(match, order, "no value of it is finite on either side")
+        floor = modelled_floor(*noise_model(self.a, self.b, match))
         if match.proposal is not None:
             return Measured(match, order, as_proposed(judge(metrics, floor, self._levels.level)), metrics, join)
         if is_routing(match.label):
@@ -130,6 +131,17 @@ class Measurer:
         judgement, restricted = self._levels.judge(metrics, floor, self.routing.left(match.place, join), on)
         among = None if restricted is None else restricted.at
         return Measured(match, order, judgement, metrics, join, restricted, among)
+
+
+def noise_model(a: Side, b: Side, match: Match) -> tuple[str, int, int]:
+    """Return the arguments of :func:`modelled_floor`: dtype, operations before the tensor, longest dot product."""
+    dtypes = a.dtype_of(match.source_a), b.dtype_of(match.source_b)
+    reduction = max(size for side in (a, b) for size in (side.shape.hidden, side.shape.intermediate))
+    return effective_dtype(*dtypes, *_model_dtypes(a, b)), match.place.ops, reduction
+
+
+def _model_dtypes(a: Side, b: Side) -> tuple[str, str]:
+    return str(a.dump.manifest.get("dtype", "")), str(b.dump.manifest.get("dtype", ""))
 
 
 def as_proposed(judgement: Judgement) -> Judgement:

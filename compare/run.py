@@ -9,19 +9,19 @@ from typing import Any
 
 from probe._version import __version__
 from probe.compare.align import RowAligner
-from probe.compare.coverage import RowCoverage, count_rows, fewer_rows
+from probe.compare.coverage import RowCoverage, count_rows, fewer_rows, held_rows
+from probe.compare.experts import excuse_idle, is_expert
 from probe.compare.gates import declared_lag, gates_of
 from probe.compare.judge import overall
-from probe.compare.lent import lend_tokens, noted
 from probe.compare.locate import first_divergence
 from probe.compare.logprobs import complete_logprobs
 from probe.compare.mapping import UserMap, load_map, read_mapped
-from probe.compare.match import Matching, match_tensors
+from probe.compare.match import SAME_NAME, Match, Matching, match_tensors
 from probe.compare.measure import Measured, Measurer, Observer
 from probe.compare.moe import section as moe_section
 from probe.compare.names.canonical import LOGITS
 from probe.compare.replicas import replicas_gate
-from probe.compare.report.model import clean_floats
+from probe.compare.report.model import NOT_BUILT, SCHEMA, clean_floats
 from probe.compare.sections import coverage_section, dump_summary, layers_section
 from probe.compare.sequences import SequenceJoin, join_sequences
 from probe.compare.settings_gates import config_gate, environment_entries, environment_gate
@@ -31,7 +31,6 @@ from probe.compare.tokens import compare_tokens, unexplained_difference
 from probe.errors import CompareError
 from probe.store.reader import Dump, open_dump
 
-SCHEMA = 1
 EXIT_STATUS = {"consistent": 0, "suspect": 1, "divergent": 1, "incomparable": 2}
 MIN_COVERAGE = 0.9
 """Share of tensors and of rows that must have been compared before two dumps can be called consistent."""
@@ -76,28 +75,28 @@ def compare_open(
     for side in (side_a, side_b):
         complete_logprobs(side)
     _require_same_model(side_a, side_b)
-    lent = lend_tokens(a, b)
     join = join_sequences(a, b)
     _require_joined(a, b, join)
     matching = match_tensors(side_a, side_b)
     environment = environment_entries(a, b)
     others = replicas_gate(a, b), config_gate(side_a, side_b), environment_gate(environment)
-    gates = noted(gates_of(side_a, side_b, join, others), lent)
+    gates = gates_of(side_a, side_b, join, others)
     aligner = RowAligner(join, a.sequences, b.sequences, across_versions=across_versions)
-    measurer = Measurer(side_a, side_b, aligner, observer)
-    measured = measurer.run(matching)
+    measurer = Measurer(side_a, side_b, aligner, matching, observer)
+    measured = measurer.run()
     tokens = compare_tokens(a, b, aligner, text=text)
-    rows = count_rows(aligner, measurer.joins, a, b, measurer.recomputed, measurer.left_out(matching))
+    rows = count_rows(aligner, measurer.joins, a, b, measurer.recomputed, measurer.left_out())
     _require_something(a, b, measured, tokens, rows)
-    fewer = fewer_rows(aligner, [(entry.match.label, entry.join) for entry in measured if entry.join is not None])
+    excuse_idle(matching, measurer.routing)
+    joins = [(entry.match.label, entry.join) for entry in measured if entry.join is not None]
+    fewer = fewer_rows(aligner, [(label, join) for label, join in joins if not is_expert(label)])
+    rows.held = held_rows(joins, fewer, {entry.match.label for entry in measured if _has_every_row(entry.match)})
     share = _tensor_share(side_a, side_b, matching, measured)
-    verdict = overall(
-        [entry.judgement.verdict for entry in measured],
-        {gate["name"]: gate["status"] for gate in gates},
-        unexplained_difference(a, b, tokens["mean_abs_logprob_diff"], _logits_agree(measured)),
-        min(share, rows.covered),
-        min_coverage,
-    )
+    unexplained = unexplained_difference(a, b, aligner, _agreeing_logits(measured))
+    tokens |= {"unexplained_mean": unexplained.mean, "unexplained_max": unexplained.worst}
+    statuses = {gate["name"]: gate["status"] for gate in gates}
+    words = [entry.judgement.verdict for entry in measured]
+    verdict = overall(words, statuses, unexplained.mean, min(share, rows.covered), min_coverage, unexplained.worst)
     first = first_divergence(measured, join.pairs)
     evidence = Evidence(a, b, verdict, gates, matching, measured, rows, fewer, tokens, first, share, min_coverage)
     sections = {
@@ -141,7 +140,7 @@ def exit_status(report: Mapping[str, Any]) -> int:
 
 def not_built(detail: str) -> dict[str, str]:
     """Return the section of a report whose content this version does not produce."""
-    return {"status": "not built", "detail": detail}
+    return {"status": NOT_BUILT, "detail": detail}
 
 
 # -- two dumps that have nothing in common ----------------------------------------------------------------------------
@@ -159,6 +158,10 @@ def _require_same_model(a: Side, b: Side) -> None:
 
 
 def _require_joined(a: Dump, b: Dump, join: SequenceJoin) -> None:
+    for dump in (a, b) if not join.pairs else ():
+        if not any(len(sequence.tokens) for sequence in dump.sequences):
+            problem = f"the sequences of {dump.path} hold no token ids (a later pipeline stage sees hidden states only)"
+            raise CompareError(f"{problem} and no name says which they are", "announce the same uids on both sides")
     if not join.pairs:
         problem = f"no sequence of {a.path} is one of {b.path}: their prompts' token ids differ"
         raise CompareError(problem, "dump both sides from the same prompts and tokenizer (probe dump --from)")
@@ -177,8 +180,16 @@ def _require_something(
     raise CompareError(problem, "see what each holds with 'probe show'")
 
 
-def _logits_agree(measured: list[Measured]) -> bool:
-    return any(m.match.label == LOGITS and m.judgement.verdict in ("identical", "consistent") for m in measured)
+def _has_every_row(match: Match) -> bool:
+    """Tell whether a tensor should have a row of every token: logits are made where they are asked for."""
+    known = match.proposal is None and match.source_a.origin != SAME_NAME
+    return known and match.label != LOGITS and not is_expert(match.label)
+
+
+def _agreeing_logits(measured: list[Measured]) -> Measured | None:
+    """Return the logits where both sides' agree within rounding."""
+    fine = (m for m in measured if m.match.label == LOGITS and m.judgement.verdict in ("identical", "consistent"))
+    return next(fine, None)
 
 
 def _tensor_share(a: Side, b: Side, matching: Matching, measured: list[Measured]) -> float:

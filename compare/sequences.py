@@ -6,6 +6,7 @@ piece's tokens begin those of the next, so that a position means the same in all
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
@@ -15,6 +16,9 @@ from itertools import pairwise
 from probe.compare.trajectories import Trajectory, name_of, pair_by_content, trajectories
 from probe.store.reader import Dump
 from probe.store.schema import Sequence
+
+_NUMBERED = re.compile(r"([dr]\d+\.)?s\d+")
+"""Names that sequences get for want of a uid (``announce`` in probe/hooks/debugger.py)."""
 
 NESTED_HOSTS = 64
 """A piece known only by its content is tried against at most this many longer sequences; more are ambiguous."""
@@ -46,13 +50,15 @@ class SequencePair:
 class SequenceJoin:
     """Which sequences of two dumps are the same one.
 
-    ``conflicts`` are pairs of one uid whose prompts differ: they are not joined.
+    ``conflicts`` are pairs of one uid whose prompts differ: they are not joined. ``lent`` counts for each side the
+    sequences that hold no ids and were given those of the other side.
     """
 
     pairs: list[SequencePair] = field(default_factory=list)
     only_a: list[int] = field(default_factory=list)
     only_b: list[int] = field(default_factory=list)
     conflicts: list[tuple[int, int]] = field(default_factory=list)
+    lent: tuple[int, int] = (0, 0)
 
 
 def sequence_labels(sequences: list[Sequence]) -> list[str]:
@@ -60,6 +66,28 @@ def sequence_labels(sequences: list[Sequence]) -> list[str]:
     names = [name_of(s) or f"s{s.index}" for s in sequences]
     counts = Counter(names)
     return [f"{name}.s{s.sample}" if counts[name] > 1 else name for name, s in zip(names, sequences)]
+
+
+# -- sequences without ids --------------------------------------------------------------------------------------------
+
+
+def _lend_tokens(giver: Dump, taker: Dump) -> int:
+    """Give sequences without ids (a pipeline stage sees hidden states only) those of the other side's namesake.
+
+    Only where that one has the same sample number and is as long. A name that only numbers the sequences of a run is
+    the same on both sides by chance: it counts where no other sequence is as long. Returns how many were lent ids.
+    """
+    known = {(s.uid, s.sample): s for s in giver.sequences if s.uid and len(s.tokens)}
+    lengths = Counter(len(s.tokens) for s in giver.sequences)
+    lent = 0
+    for sequence in taker.sequences:
+        other = known.get((sequence.uid, sequence.sample))
+        if other is None or len(sequence.tokens) or sequence.length != len(other.tokens):
+            continue
+        if _NUMBERED.fullmatch(sequence.uid) is None or lengths[sequence.length] == 1:
+            sequence.tokens = other.tokens
+            lent += 1
+    return lent
 
 
 # -- joining ----------------------------------------------------------------------------------------------------------
@@ -135,12 +163,14 @@ def join_sequences(a: Dump, b: Dump) -> SequenceJoin:
 
     Two sequences agree when their common prefix holds the whole prompt (or all that one side stored). What is then left
     on one side joins the logical sequence that it begins, where names do not forbid it and it is certain which.
+    Sequences of either dump that hold no ids are first given those of the namesake on the other side.
     """
+    lent = _lend_tokens(b, a), _lend_tokens(a, b)
     pairing = _Pairing(trajectories(a.sequences), trajectories(b.sequences))
     pairing.run()
     _attach_pieces(pairing)
     labels = sequence_labels(a.sequences)
-    join = SequenceJoin()
+    join = SequenceJoin(lent=lent)
     for number, (other, prefix) in sorted(pairing.found.items()):
         left, right = pairing.a[number], pairing.b[other]
         join.pairs.append(_pair(left, right, prefix, labels))

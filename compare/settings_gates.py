@@ -111,11 +111,11 @@ def _without_defaults(flat: dict[str, Any]) -> dict[str, Any]:
     if flat.get("use_sliding_window") is False:
         absent += [(key, flat.get(key)) for key in ("sliding_window", "max_window_layers", "use_sliding_window")]
     layers = flat.get("layer_types")
-    if isinstance(layers, list) and set(layers) == {"full_attention"}:
+    if isinstance(layers, list) and all(kind == "full_attention" for kind in layers):
         absent += [("layer_types", layers)]
-    heads = flat.get("num_attention_heads")
-    if heads and flat.get("hidden_size"):
-        flat.setdefault("head_dim", flat["hidden_size"] // heads)
+    hidden, heads = flat.get("hidden_size"), flat.get("num_attention_heads")
+    if isinstance(hidden, int) and isinstance(heads, int) and heads:
+        flat.setdefault("head_dim", hidden // heads)
     return {key: value for key, value in flat.items() if (key, value) not in absent}
 
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from probe.compare.coverage import FewerRows, RowCoverage
-from probe.compare.judge import SUSPECT_RISE
+from probe.compare.gates import WEIGHTS_UNSEEN
+from probe.compare.judge import SUSPECT_RISE, TOKEN_SUSPECT, TOKEN_WORST
 from probe.compare.locate import first_divergent
-from probe.compare.match import UNKNOWN, Matching
+from probe.compare.match import UNKNOWN, Entry, Matching
 from probe.compare.measure import Measured
-from probe.compare.report.model import ROW_REASONS, headline_sentence
+from probe.compare.names.canonical import LOGITS
+from probe.compare.report.model import ROW_REASONS, counted, headline_sentence
 from probe.store.reader import Dump
 
 OPENINGS = {
@@ -76,18 +78,52 @@ def _gaps(e: Evidence) -> list[str]:
         labels = [entry.label for entry in e.matching.unavailable]
         kind = "norm" if all("norm" in label for label in labels) else "tensor"
         why = "fused" if all("fuse" in entry.reason for entry in e.matching.unavailable) else "unavailable"
-        gaps.append(f"{_count(len(labels), kind)} not comparable ({why})")
+        gaps.append(f"{counted(len(labels), kind)} not comparable ({why})")
     proposed = sum(entry.match.proposal is not None for entry in e.measured)
-    gaps += [f"{_count(proposed, 'pair')} only proposed"] if proposed else []
+    gaps += [f"{counted(proposed, 'pair')} only proposed"] if proposed else []
+    figures = [entry.metrics for entry in e.measured if entry.metrics is not None]
+    zero = sum(not found.norm_x and not found.norm_y for found in figures)
+    gaps += [f"{_tensors(zero)} of zeros only"] if zero else []
+    stated = sum(bool(entry.match.source_a.stated or entry.match.source_b.stated) for entry in e.measured)
+    gaps += [f"{counted(stated, 'pair')} as --map states"] if stated else []
     failed = sum(entry.metrics is None for entry in e.measured)
     gaps += [f"{_tensors(failed)} could not be paired"] if failed else []
     only = {"a": e.matching.only_a, "b": e.matching.only_b}
     gaps += [f"{_tensors(len(entries))} only in {side}" for side, entries in only.items() if entries]
     gaps += [
-        f"{_count(e.rows.count(reason), 'row')} {words}" for reason, words in ROW_GAPS.items() if e.rows.count(reason)
+        f"{counted(e.rows.count(reason), 'row')} {words}" for reason, words in ROW_GAPS.items() if e.rows.count(reason)
     ]
+    part = sum(entry.label != LOGITS for entry in e.fewer)
+    gaps += [f"{_tensors(part)} on part of the rows"] if part else []
+    unknown = sum(len(entries) for entries in _unknown(e).values())
+    gaps += [f"{_tensors(unknown)} of unknown name"] if unknown else []
+    lone = sum(e.tokens["lone"].values())
+    gaps += [f"{counted(lone, 'log-prob')} on one side only"] if lone else []
+    gaps += ["weights not compared"] if _unseen_weights(e) else []
+    for side, broken in _broken_weights(e).items():
+        gaps += [f"{counted(len(broken), 'parameter')} of {side} without all shards"] if broken else []
     gaps += [f"{side} incomplete" for side, dump in (("a", e.a), ("b", e.b)) if not dump.complete]
     return gaps
+
+
+def _unknown(e: Evidence) -> dict[str, list[Entry]]:
+    """Return for each side the tensors that no table of names knows."""
+    listed = {"a": e.matching.auxiliary_a, "b": e.matching.auxiliary_b}
+    return {side: [entry for entry in entries if entry.reason.startswith(UNKNOWN)] for side, entries in listed.items()}
+
+
+def _unseen_weights(e: Evidence) -> list[str]:
+    """Return why no weights were compared, if none were."""
+    return [g["detail"] for g in e.gates if g["name"] == "weights" and g["detail"].endswith(WEIGHTS_UNSEEN)]
+
+
+def _broken_weights(e: Evidence) -> dict[str, dict[str, str]]:
+    """Return for each side the parameters of which a shard is in no file, and which."""
+    sides = {"a": e.a, "b": e.b}
+    return {
+        side: {name: joined.gap for name, joined in dump.joined_weights.items() if joined.gap}
+        for side, dump in sides.items()
+    }
 
 
 def summary(e: Evidence) -> str:
@@ -170,7 +206,19 @@ def _tokens(e: Evidence) -> list[str]:
         return []
     return [
         f"Log-probs of {e.tokens['compared']} response tokens differ by {e.tokens['mean_abs_logprob_diff']:.1e} on "
-        f"average and {e.tokens['max_abs_logprob_diff']:.1e} at most."
+        f"average and {e.tokens['max_abs_logprob_diff']:.1e} at most.",
+        *_unexplained(e),
+    ]
+
+
+def _unexplained(e: Evidence) -> list[str]:
+    """Say where log-probs are off although the logits that they come from are not."""
+    mean, worst = e.tokens["unexplained_mean"], e.tokens["unexplained_max"]
+    if not worst or (mean <= TOKEN_SUSPECT and worst <= TOKEN_WORST):
+        return []
+    return [
+        f"The logits account for all but {mean:.1e} on average and {worst:.1e} at most: log-probs are assigned to "
+        "wrong tokens, or are of another distribution."
     ]
 
 
@@ -198,6 +246,12 @@ def not_compared(e: Evidence) -> list[str]:
     sentences += _unseen_tensors(e)
     if not e.tokens["compared"]:
         sentences.append("log-probs: no response token has one on both sides")
+    for side, count in e.tokens["lone"].items():
+        sentences += [f"{counted(count, 'response token')}: only {side} has a finite log-prob of it"] if count else []
+    sentences += _unseen_weights(e)
+    for side, broken in _broken_weights(e).items():
+        for name, gap in list(broken.items())[:1]:
+            sentences.append(f"{counted(len(broken), 'parameter')} of {side} (first {name}): {gap}")
     if not e.measured:
         sentences.append("module tensors: none is stored on both sides")
     return sentences
@@ -208,14 +262,15 @@ def _unseen_rows(e: Evidence) -> list[str]:
     sentences = [f"response rows (decode): {' and '.join(sides)} stored prompt rows only"] if sides else []
     for side, counts in (("a", e.rows.a), ("b", e.rows.b)):
         sentences += [
-            f"{_count(counts[reason], 'row')} of {side}: {words}"
+            f"{counted(counts[reason], 'row')} of {side}: {words}"
             for reason, words in ROW_REASONS.items()
             if counts[reason] and reason not in SILENT
         ]
     for side, again in zip("ab", e.rows.recomputed):
         if again.differing:
-            problem = f"{len(again.differing)} of {_count(len(again.again), 'row')} that {side} computed more than once"
-            sentences.append(f"{problem} came out with other bits: only the last computation was compared")
+            rows = f"{len(again.differing)} of {counted(len(again.again), 'row')}"
+            problem = f"{rows} that {side} computed more than once came out with other bits"
+            sentences.append(f"{problem}: only the last computation was compared")
     return sentences + _fewer_rows(e)
 
 
@@ -240,8 +295,7 @@ def _unseen_tensors(e: Evidence) -> list[str]:
     for side, only in (("a", e.matching.only_a), ("b", e.matching.only_b)):
         if only:
             sentences.append(f"{_tensors(len(only))} that only {side} has (first {only[0].label})")
-    for side, listed in (("a", e.matching.auxiliary_a), ("b", e.matching.auxiliary_b)):
-        unknown = [entry for entry in listed if entry.reason.startswith(UNKNOWN)]
+    for side, unknown in _unknown(e).items():
         if unknown:
             first = unknown[0].label
             sentences.append(f"{_tensors(len(unknown))} of {side} that no table of names knows (first {first})")
@@ -253,11 +307,7 @@ def _unseen_tensors(e: Evidence) -> list[str]:
 
 
 def _tensors(count: int) -> str:
-    return _count(count, "tensor")
-
-
-def _count(count: int, kind: str) -> str:
-    return f"{count} {kind}" if count == 1 else f"{count} {kind}s"
+    return counted(count, "tensor")
 
 
 def next_commands(e: Evidence) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from probe.compare.align import NO_ROWS, RowAligner, RowTable, pack
+from probe.compare.measure import Measured
 from probe.compare.sequences import SequenceJoin
 from probe.metrics import TOKEN_METRICS, token_metrics
 from probe.store.reader import Dump
@@ -73,13 +74,17 @@ def _any(dump: Dump, column: str) -> bool:
 
 @dataclass(frozen=True)
 class JoinedTokens:
-    """Response tokens whose log-prob both sides have: arrays [tokens], ``pair`` indexing the sequence pairs."""
+    """Response tokens whose log-prob both sides have: arrays [tokens], ``pair`` indexing the sequence pairs.
+
+    ``lone`` counts for each side the tokens of both sides' sequences of which only it has a finite log-prob.
+    """
 
     pair: np.ndarray
     position: np.ndarray
     token: np.ndarray
     a: np.ndarray
     b: np.ndarray
+    lone: tuple[int, int] = (0, 0)
 
 
 def join_tokens(a: Dump, b: Dump, aligner: RowAligner, sources: Sources) -> JoinedTokens:
@@ -93,13 +98,16 @@ def join_tokens(a: Dump, b: Dump, aligner: RowAligner, sources: Sources) -> Join
     places = [aligner.places(side_cells, side) for side, side_cells in enumerate(cells)]
     keys = [pack(pair, position) for _, position, pair, _ in places]
     generated = np.unique(np.concatenate([key[table["response"]] for key, table in zip(keys, tables)]))
-    rows = []
-    for key, values, side_cells in zip(keys, columns, cells):
+    rows, scored = [], []
+    for key, values, side_cells, (_, position, pair, _) in zip(keys, columns, cells, places):
         kept = np.flatnonzero(np.isfinite(values) & np.isin(key, generated))
         rows.append(RowTable(side_cells[kept], kept, NO_ROWS, NO_ROWS, 0))
+        kept = kept[pair[kept] >= 0]
+        scored.append(np.unique(key[kept[position[kept] < aligner.prefix[pair[kept]]]]))
     join = aligner.join_tables(*rows)
+    lone = (len(np.setdiff1d(scored[0], scored[1])), len(np.setdiff1d(scored[1], scored[0])))
     tokens = a.tokens["token"][join.index_a]
-    return JoinedTokens(join.pair, join.position, tokens, columns[0][join.index_a], columns[1][join.index_b])
+    return JoinedTokens(join.pair, join.position, tokens, columns[0][join.index_a], columns[1][join.index_b], lone)
 
 
 def compare_tokens(a: Dump, b: Dump, aligner: RowAligner, *, text: bool = True) -> dict[str, Any]:
@@ -108,6 +116,7 @@ def compare_tokens(a: Dump, b: Dump, aligner: RowAligner, *, text: bool = True) 
     decode = load_decoder(a, b) if text else None
     report: dict[str, Any] = {
         "compared": 0,
+        "lone": {"a": 0, "b": 0},
         "source_a": sources.a if sources else None,
         "source_b": sources.b if sources else None,
         **dict.fromkeys(TOKEN_METRICS),
@@ -117,31 +126,69 @@ def compare_tokens(a: Dump, b: Dump, aligner: RowAligner, *, text: bool = True) 
     if not sources:
         return report
     join, tokens = aligner.join, join_tokens(a, b, aligner, sources)
-    report |= {"compared": len(tokens.a), **token_metrics(tokens.a, tokens.b)}
+    report |= {"compared": len(tokens.a), "lone": dict(zip("ab", tokens.lone)), **token_metrics(tokens.a, tokens.b)}
     report["by_position"] = _by_position(join, tokens)
     report["worst"] = _worst(a, join, tokens, decode)
     report["sequences"], report["strip_truncated"] = _sequences(a, join, tokens, decode)
     return report
 
 
-def unexplained_difference(a: Dump, b: Dump, mean_difference: float | None, logits_agree: bool) -> float | None:
-    """Return the mean absolute log-prob difference that the tensors do not already account for.
+@dataclass(frozen=True)
+class Unexplained:
+    """Absolute log-prob differences that the tensors do not account for.
 
-    Where both sides' logits were compared and agree within rounding, so do their log-probs, however far a model that
-    amplifies rounding carries them; what remains is how far an engine's own log-probs lie from its own logits.
+    ``mean``: over all tokens, None where none was compared; ``worst``: of the one that is furthest off, 0 where nothing
+    says what its logits allow.
     """
-    if mean_difference is None or not logits_agree:
-        return mean_difference
-    return max(_from_own_logits(a), _from_own_logits(b))
+
+    mean: float | None
+    worst: float = 0.0
 
 
-def _from_own_logits(dump: Dump) -> float:
-    """Return the mean absolute difference of an engine's raw log-probs from those of the logits it stored."""
+def unexplained_difference(a: Dump, b: Dump, aligner: RowAligner, logits: Measured | None) -> Unexplained:
+    """Return the log-prob differences that the tensors do not already account for.
+
+    ``logits``: the measured logits where they agree within rounding. Then so do the log-probs, however far a model that
+    amplifies rounding carries them: logits that differ by d at most give log-probs that differ by 2 d at most. What
+    remains is what lies beyond, and how far an engine's own log-probs lie from its own logits.
+    """
+    sources = choose_sources(a, b)
+    tokens = join_tokens(a, b, aligner, sources) if sources else None
+    if sources is None or tokens is None or not len(tokens.a):
+        return Unexplained(None)
+    gap = np.abs(tokens.a - tokens.b)
+    if logits is None or logits.metrics is None or logits.join is None:
+        return Unexplained(float(gap.mean()))
+    scored = pack(tokens.pair, tokens.position - 1)
+    known = np.isin(scored, pack(logits.join.pair, logits.join.position))
+    gap[known] = np.maximum(gap[known] - _explained(a, b, sources, logits.metrics.max_abs), 0.0)
+    gaps = [(gap, known), *((own, np.ones(len(own), bool)) for own in map(_from_own_logits, (a, b)))]
+    means = [float(beyond.mean()) for beyond, _ in gaps if len(beyond)]
+    return Unexplained(max(means), max(float(beyond[sure].max(initial=0.0)) for beyond, sure in gaps))
+
+
+def _explained(a: Dump, b: Dump, sources: Sources, max_abs: float) -> float:
+    """Return how far log-probs may part where logits do by ``max_abs`` at most.
+
+    Processed ones are of logits over the temperature, and summed over at least the share top-p of the probabilities.
+    """
+    sides = ((a, sources.a), (b, sources.b))
+    meanings = [engine_semantics(dump.manifest) for dump, name in sides if name == "engine"] or [Semantics()]
+    coldest, least = (min(getattr(meaning, name) for meaning in meanings) for name in ("temperature", "top_p"))
+    return 2 * max_abs / coldest - float(np.log(least))
+
+
+def _from_own_logits(dump: Dump) -> np.ndarray:
+    """Return the absolute differences of an engine's raw log-probs from those of the logits it stored.
+
+    A log-prob that is missing is NaN; one of minus infinity, of a token that was sampled, is infinitely far off.
+    """
     if engine_semantics(dump.manifest) != Semantics():
-        return 0.0
+        return np.zeros(0)
     tokens = dump.tokens[dump.tokens["response"]]
-    gap = np.abs(tokens["logprob"] - tokens["logprob_recomputed"])
-    return float(np.mean(gap[np.isfinite(gap)])) if np.isfinite(gap).any() else 0.0
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(tokens["logprob"] - tokens["logprob_recomputed"])
+    return gap[~np.isnan(gap)]
 
 
 def _by_position(join: SequenceJoin, tokens: JoinedTokens) -> list[dict[str, Any]]:

@@ -149,8 +149,9 @@ def _rounding_scale(rows: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _within(a: np.ndarray, b: np.ndarray, scale: np.ndarray, rms: float, worst: float) -> bool:
-    deviation = np.abs(a - b) / scale
-    return bool(np.sqrt(np.mean(deviation**2)) <= rms and deviation.max() <= worst)
+    with np.errstate(over="ignore"):  # against a weight that is zero any other is infinitely far
+        deviation = np.abs(a - b) / scale
+        return bool(np.sqrt(np.mean(deviation**2)) <= rms and deviation.max() <= worst)
 
 
 def _describe(a: Weight, b: Weight) -> str:

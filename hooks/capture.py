@@ -24,7 +24,7 @@ from probe.hooks.wrappers import entries, is_wrapper, recomputing, refuse_compil
 from probe.settings import Settings
 from probe.store.checksums import row_checksums
 from probe.store.dtypes import DTYPES
-from probe.store.schema import CHECKSUM, REPLICATED, ROW, ModuleInfo, RowSegment
+from probe.store.schema import CELLS, CHECKSUM, REPLICATED, ROW, ModuleInfo, RowSegment
 from probe.store.writer import DumpWriter
 
 SCALARS = (
@@ -62,6 +62,9 @@ class EngineAdapter(Protocol):
 
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> Any:
         """Return the call's row numbers that a tensor holds when it holds only some of them, else None."""
+
+    def expert_cells(self) -> np.ndarray | None:
+        """Return the call's row numbers in the order in which other ranks' experts number them, None without such."""
 
     def shard_of(self, path: str, slot: str) -> str:
         """Return how a tensor lies over the TP ranks: one of probe.store.schema.SHARDS, never CHECKSUM."""
@@ -198,8 +201,16 @@ class Capture:
             self._call = self.adapter.begin_call(chain[-1], args, kwargs)
             if self._call is not None:
                 self.calls += 1
+                self._note_cells(self._call)
 
         return hook
+
+    def _note_cells(self, call: CallRows) -> None:
+        """Store which numbers the tokens of this rank have where experts of other ranks serve them."""
+        cells = self.adapter.expert_cells()
+        if cells is not None:
+            numbers = torch.arange(len(cells), dtype=torch.int32)
+            self._record(CELLS[0], *CELLS, numbers, Place("", cells), call)
 
     def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Note that the model's forward has ended, also when it raised."""
@@ -291,6 +302,8 @@ class Capture:
     ) -> None:
         if place is None:
             self._left_out.setdefault(name, {})[slot] = [] if tensor.is_nested else list(tensor.shape)
+            return
+        if call.company and not place.has_rows:
             return
         copy, segment = call.take(indexable(tensor), place)
         if not len(segment.rows):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from probe.errors import CaptureError
-from probe.store.schema import ROW, RowSegment
+from probe.store.schema import FOREIGN, ROW, RowSegment
 
 LAYOUTS = ("bs", "sb", "flat")
 """bs: [batch, position, ...]; sb: [position, batch, ...] (Megatron); flat: [batch * position, ...] (vLLM, packed);
@@ -21,8 +21,8 @@ flat_sb: [position * batch, ...] (Megatron's experts); bhs: [batch, heads, posit
 class Place:
     """Where the rows of a tensor of a call lie.
 
-    Either in a ``layout``, or as the ``flat_rows`` (row numbers in the call's flattened grid) that its first
-    ``leading`` axes hold; with neither, no axis runs along tokens.
+    Either in a ``layout``, or as the ``flat_rows`` (row numbers in the call's flattened grid, -1 for a row that is not
+    stored, or :func:`foreign_rows`) that its first ``leading`` axes hold; with neither, no axis runs along tokens.
     """
 
     layout: str = ""
@@ -40,6 +40,7 @@ class CallRows:
     """The rows of one forward call as a grid [batch, position] of :data:`probe.store.schema.ROW`.
 
     ``sequence`` is -1 where a cell is padding. ``keep`` says which rows are stored (all real ones by default).
+    A call of ``company`` only serves other ranks' tokens: whatever has no rows is not stored either.
     A call of packed or concatenated tokens is a grid of one batch row.
     """
 
@@ -47,6 +48,7 @@ class CallRows:
     call: int
     layouts: tuple[str, ...] = LAYOUTS
     keep: np.ndarray | None = None
+    company: bool = False
     segment: RowSegment = field(init=False)
     whole: RowSegment = field(init=False)
 
@@ -121,8 +123,12 @@ class CallRows:
         """
         key = np.ascontiguousarray(flat_rows, np.int64).tobytes()
         if key not in self._subsets:
-            stored = np.isin(flat_rows, self._flat.numpy())
-            self._subsets[key] = np.nonzero(stored)[0], RowSegment(self.grid.reshape(-1)[flat_rows[stored]])
+            foreign = flat_rows <= FOREIGN
+            stored = np.nonzero(np.isin(flat_rows, self._flat.numpy()) | foreign)[0]
+            rows = self.grid.reshape(-1)[np.maximum(flat_rows[stored], 0)]
+            _name_foreign(rows, flat_rows[stored], foreign[stored])
+            rows["call"] = self.call
+            self._subsets[key] = stored, RowSegment(rows)
         return self._subsets[key]
 
     def _indices(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -134,6 +140,22 @@ class CallRows:
                 else (indices[0].to(device), indices[1].to(device), indices[2].to(device))
             )
         return self._on_device[device]
+
+
+def foreign_rows(rank: np.ndarray, cell: np.ndarray) -> np.ndarray:
+    """Return what stands in ``flat_rows`` for tokens of other ranks: numbers from FOREIGN down, int64.
+
+    ``rank`` is a global rank, ``cell`` the number of the token among those that it gave to the experts in this call.
+    """
+    return FOREIGN - (rank.astype(np.int64) << 32 | cell)
+
+
+def _name_foreign(rows: np.ndarray, flat_rows: np.ndarray, foreign: np.ndarray) -> None:
+    """Name the rows of other ranks' tokens by rank and cell."""
+    code = FOREIGN - flat_rows[foreign]
+    rows["sequence"][foreign] = FOREIGN - (code >> 32)
+    rows["position"][foreign] = code & 0xFFFFFFFF
+    rows["token"][foreign] = -1
 
 
 def grid_of(sequence: np.ndarray, position: np.ndarray, token: np.ndarray) -> np.ndarray:

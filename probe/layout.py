@@ -48,8 +48,8 @@ def split_qkv_groups(fused: Array, heads: int, groups: int, dim: int, axis: int 
     The axis has ``(heads + 2 * groups) * dim`` entries; the results have ``heads * dim``, ``groups * dim`` and
     ``groups * dim``. Raises ProbeError when the axis has another size.
     """
-    query, key, value = qkv_group_indices(heads, groups, dim)
     _require_size(fused, axis, (heads + 2 * groups) * dim, f"QKV axis of {heads} heads, {groups} groups, dim {dim}")
+    query, key, value = qkv_group_indices(heads, groups, dim)
     return _at(fused, axis, query), _at(fused, axis, key), _at(fused, axis, value)
 
 

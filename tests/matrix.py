@@ -171,8 +171,8 @@ INTRODUCTION = """\
 
 Written by `make matrix`: real vLLM, Megatron-core, transformers and FSDP2 on a CPU (gloo between processes), tiny
 random fp32 checkpoints of four layers, six sequences. A cell holds: canonical tensors compared / rows joined / worst
-relative L2. {good} of {count} cells are `consistent`, with every canonical tensor matched on every row that both sides
-executed and below {limit:g}; a cell that is not says why.
+relative L2. {good} of {count} cells are `consistent`, with every canonical tensor that both engines can show matched on
+every row that both executed and below {limit:g}; a cell that is not says why.
 
 `vLLM decode` generated the tokens; the other columns scored them by prefill. Packed and context-parallel attention on a
 CPU are probe's own replacements of TransformerEngine's kernels: those cells test names, layouts, rows and the code

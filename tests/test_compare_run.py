@@ -13,11 +13,13 @@ import pytest
 from synthetic_dumps import Scenario, actor, prompts, write_dump
 from synthetic_model import Tiny, make_weights
 
+from probe.compare.align import RowAligner
 from probe.compare.report import model as report_model
 from probe.compare.run import compare_dumps, exit_status
+from probe.compare.sequences import SequenceJoin, SequencePair
 from probe.compare.tokens import unexplained_difference
 from probe.errors import CompareError, DumpError
-from probe.store.schema import TOKEN
+from probe.store.schema import TOKEN, Sequence
 
 DEEP = Tiny(layers=5)
 
@@ -303,12 +305,21 @@ def test_log_probs_far_apart_are_suspect_even_without_a_tensor(compare):
 )
 def test_log_probs_that_agreeing_logits_explain_raise_no_suspicion(own_gap, logits_agree, expected):
     """GIVEN log-probs 0.3 nats apart, THEN only what the logits do not account for is left."""
-    tokens = np.zeros(4, TOKEN)
-    tokens["response"], tokens["logprob"], tokens["logprob_recomputed"] = True, -1.0, -1.0 - own_gap
-    dump = SimpleNamespace(manifest={}, tokens=tokens)
-    healthy = SimpleNamespace(manifest={}, tokens=tokens[:0])
-    assert unexplained_difference(healthy, dump, 0.3, logits_agree) == pytest.approx(expected)
-    assert unexplained_difference(dump, healthy, None, logits_agree) is None
+    tokens = np.zeros(5, TOKEN)
+    tokens["position"], tokens["response"] = np.arange(5), np.arange(5) > 0
+    tokens["logprob"], tokens["logprob_recomputed"] = -1.0, -1.0 - own_gap
+    other = tokens.copy()
+    other["logprob"], other["logprob_recomputed"] = -1.3, -1.3
+    a, b = (SimpleNamespace(manifest={}, tokens=table) for table in (tokens, other))
+    sequences = [Sequence(0, "s", prompt_len=1, length=5, tokens=np.zeros(5, np.int64))]
+    aligner = RowAligner(SequenceJoin([SequencePair(0, 0, 5, "s")]), sequences, sequences)
+    join = SimpleNamespace(pair=np.zeros(5, np.int64), position=np.arange(5))
+    logits = SimpleNamespace(join=join, metrics=SimpleNamespace(max_abs=0.2)) if logits_agree else None
+    found = unexplained_difference(a, b, aligner, logits)
+    assert found.mean == pytest.approx(expected)
+    assert found.worst == pytest.approx(expected if logits_agree else 0.0)
+    tokens["logprob"] = tokens["logprob_recomputed"] = np.nan
+    assert unexplained_difference(a, b, aligner, logits).mean is None
 
 
 def test_text_is_decoded_through_the_checkpoints_tokenizer(compare, tmp_path):
@@ -335,8 +346,7 @@ def test_text_is_decoded_through_the_checkpoints_tokenizer(compare, tmp_path):
 def test_blocks_of_any_size_give_the_same_report(compare):
     whole = compare(Scenario(noise=1), actor(noise=2))
     small = compare(Scenario(noise=1, block_bytes=256), actor(noise=2, block_bytes=64))
-    for one, other in zip(whole["layers"], small["layers"]):
-        assert one == other
+    assert whole["layers"] and whole["layers"] == small["layers"]
 
 
 def test_observer_hears_of_every_tensor(compare):

@@ -16,7 +16,7 @@ from probe.hooks.engines import megatron_parallel
 from probe.hooks.engines.megatron import MegatronAdapter
 from probe.hooks.engines.megatron_parallel import Ranks, expert_rows, parallel_axis, shard_of, zigzag
 from probe.hooks.engines.sequences import SequenceBook
-from probe.hooks.rows import Announced
+from probe.hooks.rows import Announced, foreign_rows
 from probe.hooks.runners.megatron_batch import Form, make_batch
 from probe.store.writer import DumpWriter
 
@@ -248,16 +248,48 @@ def test_an_experts_rows_are_the_tokens_routed_to_it(data):
     split = tp > 1 and data.draw(st.booleans())
     mine = {"tp": tp - 1, "tp_size": tp, "etp": tp - 1, "etp_size": tp, "ep": ep - 1, "ep_size": ep}
     part = length // tp if split else length
+    sharing = mine["sharing"] = tuple(range(8, 8 + tp * ep))  # global ranks
     tokens = []  # what the all-gather collects: of every rank, its positions in turn, each with the batch
     for peer_ep in range(ep):
         for peer_tp in range(tp):
             positions = range(peer_tp * part, (peer_tp + 1) * part) if split else range(length)
-            known = peer_ep == ep - 1 and (split or peer_tp == tp - 1)
-            tokens += [row * length + place if known else -1 for place in positions for row in range(batch)]
+            if not split and peer_tp != tp - 1:
+                tokens += [-1] * (length * batch)  # the same tokens again
+            elif peer_ep == ep - 1:
+                tokens += [row * length + place for place in positions for row in range(batch)]
+            else:
+                cells = np.arange(part * batch)
+                tokens += foreign_rows(np.full(len(cells), sharing[peer_ep * tp + peer_tp]), cells).tolist()
     chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))))
     local_map = torch.from_numpy(np.stack([~chosen, chosen], axis=1))
     rows = expert_rows(SimpleNamespace(local_map=local_map), 1, (batch, length), Ranks(**mine), split)
     assert rows.tolist() == np.array(tokens)[chosen].tolist()
+
+
+class Block(torch.nn.Module):
+    """A block of experts as far as an adapter asks."""
+
+    token_dispatcher = None
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_batch_that_keeps_company_counts_and_stores_what_other_ranks_gave_its_experts(rank, sp):
+    adapter = rank(ep=1, ep_size=2, dp=1, dp_size=2, tp=1, tp_size=2, etp=1, etp_size=2)
+    adapter.module_path("decoder.layers.0.mlp", Block())
+    adapter.paused = True
+    call = adapter.begin_call(Stage(sp=sp), (), {"input_ids": torch.zeros(2, 4, dtype=torch.int64)})
+    assert call.call == 0 and call.company and set(cells(call)) == {PAD}
+    assert adapter.expert_cells().tolist() == ([2, 6, 3, 7] if sp else [0, 4, 1, 5, 2, 6, 3, 7])
+    rows = np.array([1, -1, *foreign_rows(np.array([5, 5]), np.array([3, 0]))])
+    taken, segment = call.take(torch.arange(4.0)[:, None], call.place_of((4, 1), (), rows))
+    assert taken[:, 0].tolist() == [2, 3]
+    assert segment.rows.tolist() == [(-7, 3, -1, 0), (-7, 0, -1, 0)]
+    adapter.paused = False
+    call = adapter.begin_call(Stage(sp=sp), (), {"input_ids": torch.tensor([[4, 5], [6, 7]])})
+    assert call.call == 1 and not call.company
+    taken, segment = call.take(torch.arange(4.0)[:, None], call.place_of((4, 1), (), rows))
+    assert taken[:, 0].tolist() == [0, 2, 3]
+    assert segment.rows.tolist() == [(0, 1, 5, 1), (-7, 3, -1, 1), (-7, 0, -1, 1)]
 
 
 def test_tensors_over_pairs_of_token_and_expert_have_no_rows(rank):

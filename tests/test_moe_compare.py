@@ -6,11 +6,14 @@ The tensors are made by hand under transformers' names, so that a flip's effect 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from dump_tools import MANIFEST
 
+from probe.compare.experts import excuse_idle
+from probe.compare.match import Entry, Matching
 from probe.compare.moe import ALIKE, OWN
 from probe.compare.report import markdown, terminal
 from probe.compare.report.html import render as render_html
@@ -307,3 +310,16 @@ def test_every_form_shows_the_experts(tmp_path):
     report["moe"] = None
     validate(report)
     assert 'id="experts"' not in render_html(report)
+
+
+def test_an_expert_without_tokens_on_one_side_is_not_missing_there():
+    matching, label = Matching(), "layers.0.mlp.experts.{}.gate_proj:output.0"
+    matching.only_a = [Entry(label.format(2), "b stored nothing that gives it"), Entry(label.format(1), "as well")]
+    matching.only_b = [Entry(label.format(3), "a stored nothing that gives it")]
+    served = np.array([[True, True, False, False]])
+    routing = SimpleNamespace(layers={0: SimpleNamespace(sets_a=~served, sets_b=served)})
+    excuse_idle(matching, routing)
+    assert [entry.label for entry in matching.only_a] == [label.format(1)]  # it served tokens in b, but is not stored
+    assert [entry.label for entry in matching.only_b] == [label.format(3)]  # as does this one in a
+    found = [(entry.side, entry.reason) for entry in matching.unavailable]
+    assert found == [("b", "expert 2 of layer 0 served no token there")]

@@ -19,7 +19,7 @@ import pytest
 from checkpoints import make_checkpoint
 
 from probe.compare.run import compare_dumps
-from probe.hooks.runners.job import DumpJob, Sampling
+from probe.hooks.runners.job import DumpJob, Parallel, Sampling
 from probe.hooks.runners.run import run_dump
 from probe.store.reader import open_dump
 
@@ -111,6 +111,24 @@ def test_each_experts_rows_are_the_tokens_that_it_served(trio: dict[str, Path]) 
                 at = [of_token[tuple(row)[:2]] for row in dump.rows(*key).tolist()]
                 assert sorted(at) == np.flatnonzero(served[:, expert]).tolist()
                 assert np.array_equal(dump.read(*key), entered[at])
+
+
+def test_expert_parallelism_changes_no_choice(folder: Path) -> None:
+    alone = job(folder, "mixtral", "megatron", "mixtral-alone")
+    shared = job(folder, "mixtral", "megatron", "mixtral-ep2", parallel=Parallel(ep=2))
+    report = compare_dumps(alone, shared)
+    assert report["verdict"] == "consistent", report["summary"]
+    assert (report["coverage"]["only_a"], report["coverage"]["only_b"]) == ([], [])
+    assert report["moe"]["exact_set_rate"] == 1 and report["moe"]["ids"] == {"a": "used", "b": "used"}
+    experts = {layer["name"] for layer in report["layers"] if ".experts.3." in layer["name"]}
+    assert "layers.1.mlp.experts.3.down_proj" in experts  # by its global number: on its rank it is expert 1
+    itself = compare_dumps(alone, alone)
+    assert _rows_of_experts(report) == _rows_of_experts(itself)  # every token that an expert served, whoever's it was
+
+
+def _rows_of_experts(report: dict[str, Any]) -> dict[str, int]:
+    layers = (layer for layer in report["layers"] if ".experts." in layer["name"])
+    return {f"{layer['name']}:{layer['slot']}": layer["rows"] for layer in layers}
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,13 @@ def test_every_rule_names_a_known_operation_and_canonical_labels(engine):
 
 
 @pytest.mark.parametrize("engine", TABLES)
+def test_no_entry_of_a_table_is_written_twice(engine):
+    table = TABLES[engine]
+    for entries in (table.tensors, table.parameters, table.unavailable, table.auxiliary):
+        assert len(set(entries)) == len(entries)
+
+
+@pytest.mark.parametrize("engine", TABLES)
 def test_every_table_gives_every_canonical_tensor_of_a_family_that_it_runs_or_says_why_not(engine):
     table = TABLES[engine]
     given = {label for rule in table.tensors for label in rule.canonical}

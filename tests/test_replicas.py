@@ -113,6 +113,7 @@ def test_show_says_how_ranks_share_a_tensor(tmp_path):
     folder = write_ranks(tmp_path / "d", actor(), Ranks(2))
     text = shown(folder, "--all")
     assert "columns over 2 ranks" in text and "copies on 2 ranks" in text and "incomplete" not in text
+    assert "parallel tp 2" in text
     text = shown(folder, "decoder.layers.0.self_attention.linear_qkv")
     assert "x 64, " in text and "columns over 2 ranks" in text
 

@@ -258,7 +258,7 @@ def test_terminal_says_the_verdict_in_words() -> None:
     assert "40 divergent, 18 consistent, 1 identical; 15 of 59, around the first divergence" in text
     assert "59 tensors matched; 0 only in A, 1 only in B, 1 unavailable. 242 rows joined." in text
     assert "6 B not executed by the other side (last generated token)" in text
-    assert "192 compared, A engine, B recomputed" in text
+    assert "192 compared; log-probs of A as the engine returned them, of B recomputed from the logits" in text
     assert "torch 2.13.0 2.12.1 warn" in text and "3.11.7" not in text
     assert "not built: Suspected causes, Effect on the PPO update, Recommended action" in text
 

@@ -254,7 +254,7 @@ COLUMNS = [
     ("index", {"module": b"\xff\xfe"}, "cannot be read"),
     ("rows/t0", {"sequence": 2}, "names a sequence that the file does not list"),
     ("rows/t0", {"sequence": 2**31 - 1}, "names a sequence that the file does not list"),
-    ("rows/t0", {"sequence": -2}, "names a sequence that the file does not list"),
+    ("rows/t0", {"sequence": -2}, "rows of other ranks' tokens without expert parallelism"),
     ("rows/t0", {"position": -5}, "holds a negative position"),
     ("sequences", {"id": 1}, "does not number its sequences 0 to 1"),
     ("sequences", {"id": 2**31 - 1}, "does not number its sequences 0 to 1"),

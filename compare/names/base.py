@@ -6,6 +6,7 @@ Labels may hold placeholders: ``{i}`` a layer number, ``{e}`` an expert's global
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -42,7 +43,7 @@ class Rule:
     ``native``: labels that must all be there; ``canonical``: one label per part that ``operation`` yields, in order.
     ``operation`` is a key of :data:`probe.compare.merge.OPERATIONS`. ``parameters``: names of 1-D parameters whose
     stored values the operation needs too. Earlier rules of a table win. The rule applies only where every fact in
-    ``needs`` and none in ``unless`` holds (see :func:`probe.compare.match.facts_of`).
+    ``needs`` and none in ``unless`` holds (see :func:`probe.compare.side.facts_of`).
     """
 
     native: tuple[str, ...]
@@ -89,7 +90,7 @@ class Source:
     """How one canonical tensor is made: part ``part`` of ``operation`` on these native labels.
 
     ``parameters`` are the native parameters whose values the operation reads; ``origin`` says what decided: the table,
-    a mapping file, a common name or a proposal.
+    a mapping file, a common name or a proposal; ``stated`` is the mapping file, if it was one.
     """
 
     native: tuple[str, ...]
@@ -97,6 +98,7 @@ class Source:
     part: int
     parameters: tuple[str, ...] = ()
     origin: str = ""
+    stated: str = ""
 
 
 @dataclass
@@ -201,7 +203,7 @@ def _apply(
         if not allowed or label in result.sources:
             result.spare.update((native, label) for native in natives if native not in result.spare)
         else:
-            result.sources[label] = Source(natives, rule.operation, part, parameters, rule_text(rule))
+            result.sources[label] = Source(natives, rule.operation, part, parameters, rule_text(rule), rule.stated)
             result.used.update(natives)
 
 
@@ -251,7 +253,7 @@ class ModelShape:
 
         def number(name: str, *others: str) -> float:
             found = (source.get(key) for source in (layout, config) for key in (name, *others))
-            return next((value for value in found if isinstance(value, int | float)), 0)
+            return next((value for value in found if isinstance(value, int | float) and 0 <= value < math.inf), 0)
 
         def size(name: str, *others: str) -> int:
             return int(number(name, *others))

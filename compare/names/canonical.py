@@ -59,7 +59,7 @@ EMBEDDING = "embed_tokens:output.0"
 FINAL_NORM = "norm:output.0"
 LOGITS = "lm_head:output.0"
 ROUTING_SLOTS = ("weights", "ids")
-"""Slots of ``mlp.router`` that name experts: sets to compare, never numbers (see docs/names.md)."""
+"""Slots of ``mlp.router`` whose columns follow a token's choice of experts, in any order (see docs/names.md)."""
 
 _TAIL = {FINAL_NORM: 1, LOGITS: 2}
 _OFFSETS = {label: (place, ops) for place, (label, ops) in enumerate(LAYER_TENSORS)}
@@ -99,6 +99,6 @@ def place_of(label: str, layers: int) -> Place | None:
 
 
 def is_routing(label: str) -> bool:
-    """Tell whether a canonical label names experts (ids or their weights) instead of values of a module."""
+    """Tell whether a canonical label is of the experts that a token uses: their ids or weights."""
     module, _, slot = label.rpartition(":")
     return module.endswith(".mlp.router") and slot in ROUTING_SLOTS

@@ -30,10 +30,8 @@ KNOWN_RULE = "config.routing"
 EXPERT = tuple(f"layers.{{i}}.mlp.experts.{{e}}.{name}_proj:output.0" for name in ("gate", "up", "down"))
 EXPERT_INPUT = "layers.{i}.mlp.experts.{e}.down_proj:input.0"
 EXPERT_TENSORS = (*EXPERT, EXPERT_INPUT)
-MLA = tuple(
-    f"layers.{{i}}.self_attn.{name}:output.0"
-    for name in ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
-)
+MLA_NAMES = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+MLA = tuple(f"layers.{{i}}.self_attn.{name}:output.0" for name in MLA_NAMES)
 
 QKV_PARAMETERS = tuple(f"layers.{{i}}.self_attn.{name}_proj.{{p}}" for name in "qkv")
 MLP_PARAMETERS = tuple(f"layers.{{i}}.mlp.{name}_proj.{{p}}" for name in ("gate", "up"))

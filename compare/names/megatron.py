@@ -111,7 +111,6 @@ TENSORS = (
     to(f"{LAYER}.mlp.experts.local_experts.{{e}}.linear_fc2:input.0", EXPERT_INPUT),
     to(f"{LAYER}.mlp.experts.local_experts.{{e}}.linear_fc2:output.0", EXPERT[2]),
     to(f"{LAYER}.mlp:combined.0", EXPERTS),
-    to(f"{LAYER}.mlp:combined.0", EXPERTS),
     to(f"{LAYER}.mlp:output.0", EXPERTS, needs=MOE, unless=SHARED_HERE),
     to(f"{LAYER}.mlp:output.0", MLP, needs=MOE),
     to(f"{LAYER}:output.0", "layers.{i}:output.0"),
@@ -210,5 +209,7 @@ TABLE = EngineTable(
         (r"rotary_pos_emb:.*", "table of rope angles, one per position and not per token"),
         (r"decoder\.layers\.\d+\.self_attention\.rotary_pos_emb:.*", "table of rope angles, not per token"),
         (r":output\..*", "output of the whole model: compared as output_layer"),
+        (r"(stage|chunk)\d+(\.decoder)?:output\..*", "what a pipeline stage hands on: compared as its last layer"),
+        (r"chunk\d+\.rotary_pos_emb:.*", "table of rope angles, one per position and not per token"),
     ),
 )

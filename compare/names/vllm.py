@@ -15,6 +15,7 @@ from probe.compare.names.common import (
     KNOWN_RULE,
     LAYER_NORMS,
     MLA,
+    MLA_NAMES,
     MLA_PARAMETERS,
     MLP,
     MLP_PARAMETERS,
@@ -56,22 +57,14 @@ SCALES = ("config.routed_scaling_factor",)
 FIRST_INPUT = "layers.0.input_layernorm:input.0"
 
 
-def _gates(block: str) -> tuple[str, str]:
-    """Return where a block's router lies: since 0.30 or so the fused experts have it too, and run it."""
-    return f"{block}.gate", f"{block}.experts.gate"
-
-
 def _experts(block: str) -> tuple[Rule, ...]:
-    gates = _gates(block)
+    gates = f"{block}.gate", f"{block}.experts.gate"  # since 0.30 or so the fused experts have it too, and run it
     return (
         *(to(f"{gate}:output.0", ROUTER) for gate in gates),
         *(to(f"{block}.{at}:ids", ROUTER_IDS) for at in ("experts", "experts.router")),
         *(to(f"{block}.{at}:weights", ROUTER_WEIGHTS, unless=SCALES) for at in ("experts", "experts.router")),
         # kernels that pick the experts themselves return no ids: they follow from the logits by the model's rule
-        *(
-            to(f"{gate}:output.0", ROUTER_IDS, ROUTER_WEIGHTS, operation="route", needs=(KNOWN_RULE,))
-            for gate in _gates(block)
-        ),
+        *(to(f"{gate}:output.0", ROUTER_IDS, ROUTER_WEIGHTS, operation="route", needs=(KNOWN_RULE,)) for gate in gates),
         to(f"{block}.experts:routed", EXPERTS),
         # with a shared expert inside, the experts' output is the whole block's
         to(f"{block}.experts:output.0", EXPERTS, unless=SHARED_HERE),
@@ -90,10 +83,9 @@ def _shared(module: str) -> tuple[Rule, ...]:
 
 
 def _latent(at: str) -> tuple[Rule, ...]:
-    names = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
     return (
         to(f"{at}.fused_qkv_a_proj:output.0", MLA[0], MLA[3], operation="split_q_a_kv_a"),
-        *(to(f"{at}.{name}:output.0", label) for name, label in zip(names, MLA)),
+        *(to(f"{at}.{name}:output.0", label) for name, label in zip(MLA_NAMES, MLA)),
         to(f"{at}.q_proj:output.0", Q),
         to(f"{at}.o_proj:input.0", O_INPUT),
         to(f"{at}.o_proj:output.0", "layers.{i}.self_attn.o_proj:output.0"),

@@ -29,6 +29,7 @@ from probe.compare.report.model import (
     is_built,
     is_first_divergence,
     label,
+    logprob_sources,
     number,
     routing_words,
     row_reasons,
@@ -166,6 +167,7 @@ def _page(report: Report, caps: Caps) -> str:
         reasons=row_reasons(report),
         routing=routing_words(report["moe"]) if report["moe"] else "",
         margins=ROUTING_MARGINS,
+        sources=logprob_sources(tokens) if tokens.get("compared") else "",
     )
 
 

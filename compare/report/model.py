@@ -25,6 +25,9 @@ GATE_STATUSES = ("pass", "warn", "fail", "skipped")
 OPTIONAL_SECTIONS = {"suspects": "Suspected causes", "ppo": "Effect on the PPO update", "action": "Recommended action"}
 NOT_BUILT = "not built"
 
+#: Where a side's log-probs come from -> the words a reader sees.
+LOGPROB_SOURCES = {"engine": "as the engine returned them", "recomputed": "recomputed from the logits"}
+
 #: Why a row of one side did not join -> the words a reader sees; the order is the order in which reasons are tried.
 ROW_REASONS = {
     "padding": "padding",
@@ -140,12 +143,16 @@ ROUTING_MARGINS = (("margin", "a"), ("margin", "b"), ("margin_all", "b"))
 def routing_words(moe: Mapping[str, Any]) -> str:
     """Return the figures of the report's ``moe`` in one line."""
     derived = [side.upper() for side in ("a", "b") if moe["ids"][side] != "used"]
-    parts = [
-        f"{moe['exact_set_rate']:.2%} of the choices are the same set",
-        f"overlap {moe['overlap']:.4f}",
-        f"{moe['flip_rate']:.1%} of {moe['tokens']} tokens use another expert in some layer",
-    ]
-    parts += [f"{moe['unexplained']} of {moe['flips']} flips not explained by rounding"] if moe["flips"] else []
+    if moe["flips"]:
+        parts = [
+            f"{moe['exact_set_rate']:.2%} of the choices are the same set",
+            f"overlap {moe['overlap']:.4f}",
+            f"{moe['flip_rate']:.1%} of {moe['tokens']} tokens use another expert in some layer",
+            f"{moe['unexplained']} of {moe['flips']} flips not explained by rounding",
+        ]
+    else:
+        layers = counted(len(moe["layers"]), "layer")
+        parts = [f"{counted(moe['tokens'], 'token')} use the same experts on both sides in {layers}"]
     parts += [f"ids of {' and '.join(derived)} derived from logits"] if derived else []
     return ", ".join(parts)
 
@@ -218,6 +225,12 @@ def differing_environment(report: Report) -> list[dict[str, Any]]:
     return sorted(entries, key=lambda entry: entry["severity"] != "warn")
 
 
+def logprob_sources(tokens: Mapping[str, Any]) -> str:
+    """Return where the log-probs of each side come from, for the ``tokens`` of a report that compared any."""
+    a, b = (LOGPROB_SOURCES[tokens[f"source_{side}"]] for side in "ab")
+    return f"log-probs of both {a}" if a == b else f"log-probs of A {a}, of B {b}"
+
+
 def worst_tokens(report: Report) -> list[dict[str, Any]]:
     """Return the worst tokens, the worst first, without those whose two log-probs are the same."""
     return [token for token in report["tokens"].get("worst") or [] if token.get("diff")]
@@ -262,6 +275,11 @@ def _spell(char: str) -> str:
 
 def _long(char: str) -> str:
     return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, in the plural where it is not 1."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def number(value: Any, digits: int = 3) -> str:

@@ -15,6 +15,7 @@ from probe.compare.report.model import (
     is_built,
     is_first_divergence,
     label,
+    logprob_sources,
     number,
     routing_words,
     row_reasons,
@@ -174,7 +175,7 @@ def _tokens(report: Report, console: Console) -> None:
     if not tokens.get("compared"):
         _title(console, "Tokens", tokens.get("detail") or "no log-probs compared")
         return
-    _title(console, "Tokens", f"{tokens['compared']} compared, A {tokens.get('source_a')}, B {tokens.get('source_b')}")
+    _title(console, "Tokens", f"{tokens['compared']} compared; {logprob_sources(tokens)}")
     names = {"mean_abs_logprob_diff": "mean |dlogp|", "max_abs_logprob_diff": "max |dlogp|", "pearson": "Pearson"}
     names |= {"k3": "k3"}
     _say(console, ", ".join(f"{name} {number(tokens.get(key), 4)}" for key, name in names.items()))

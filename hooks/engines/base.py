@@ -52,6 +52,10 @@ class EngineRows:
         """Return None: every tensor with rows holds all of them."""
         return None
 
+    def expert_cells(self) -> np.ndarray | None:
+        """Return None: no experts of other ranks serve this one's tokens."""
+        return None
+
     def shard_of(self, path: str, slot: str) -> str:
         """Return "": how a tensor lies over the TP ranks is not declared."""
         return ""
@@ -82,7 +86,7 @@ class EngineRows:
     def rows_of_call(self, grid: np.ndarray) -> CallRows:
         """Number the call and return its rows."""
         call, self.calls = self.calls, self.calls + 1
-        return CallRows(grid, call, self.layouts, keep=self._keep(grid))
+        return CallRows(grid, call, self.layouts, keep=self._keep(grid), company=self.paused)
 
     def _keep(self, grid: np.ndarray) -> np.ndarray | None:
         if not self.prompts_only and self.token_range is None:

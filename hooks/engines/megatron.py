@@ -57,7 +57,6 @@ class MegatronAdapter(BatchAdapter):
         self._dispatchers: dict[str, Any] = {}
         self._routers: dict[str, torch.nn.Module] = {}
         self._replayed: set[str] = set()
-        self._others_rows: dict[str, int] = {}
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -105,10 +104,8 @@ class MegatronAdapter(BatchAdapter):
         return megatron_moe.taps(path, module)
 
     def facts(self, path: str) -> dict[str, Any]:
-        """Return whether a router replayed recorded ids, and how many rows an expert served for other ranks' tokens."""
-        replayed = {megatron_moe.REPLAYED: True} if path in self._replayed else {}
-        others = {megatron_moe.OTHERS_ROWS: self._others_rows[path]} if self._others_rows.get(path) else {}
-        return replayed | others
+        """Return whether a router replayed recorded ids."""
+        return {megatron_moe.REPLAYED: True} if path in self._replayed else {}
 
     def weight_split(self, name: str, parameter: torch.Tensor, module: torch.nn.Module) -> tuple[int, int]:
         """Return the axis over which tensor-parallel ranks split a parameter, and the first input column here."""
@@ -117,11 +114,18 @@ class MegatronAdapter(BatchAdapter):
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def begin_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRows | None:
-        """Return the rows of this forward, from its packed parameters if it has any; None while paused."""
-        if self.paused:
+        """Return the rows of this forward, from its packed parameters if it has any.
+
+        A paused forward has none of its own and no number, unless its experts may serve other ranks' tokens.
+        """
+        if self.paused and not self._shares_experts:
             return None
         named = bind_arguments(module, args, kwargs)
         self._split_rows = megatron_parallel.sequence_parallel(module)
+        if self.paused:
+            self._shape = self._batch_shape(module, named)
+            nobody = np.full(self._shape, -1)
+            return self.rows_of_call(grid_of(nobody, nobody, nobody))
         has_logits = getattr(module, "post_process", True) and first_tensor(named, "labels") is None
         self._root_shard = "columns" if has_logits and not named.get("runtime_gather_output") else ""
         packed = named.get("packed_seq_params")
@@ -133,6 +137,15 @@ class MegatronAdapter(BatchAdapter):
             grid = self._grid(module, named)
         self._shape, self._logits_to_keep = grid.shape, 0
         return self.rows_of_call(grid)
+
+    @property
+    def _shares_experts(self) -> bool:
+        return self.here.ep_size > 1 and bool(self._dispatchers)
+
+    def expert_cells(self) -> np.ndarray | None:
+        """Return this rank's rows of the call in the order of its layers, where other ranks' experts serve them."""
+        shared = self._shares_experts
+        return megatron_parallel.local_rows(self._shape, self.here, self._split_rows) if shared else None
 
     def _needs_cells(self, named: dict[str, Any]) -> bool:
         """Tell whether ids and masks do not describe the batch: a share of it, a later stage, or a filled-up batch."""
@@ -152,8 +165,7 @@ class MegatronAdapter(BatchAdapter):
         flat = tensor.dim() == 2 and len(tensor) == part * batch and tuple(tensor.shape) != self._shape
         if tuple(tensor.shape[:2]) != (part, batch) and not flat:
             return None
-        positions = self.tp_rank * part + np.arange(part)
-        return (np.arange(batch)[None] * length + positions[:, None]).reshape(-1)
+        return megatron_parallel.local_rows(self._shape, self.here, True)
 
     def _expert_rows(self, path: str, slot: str, tensor: torch.Tensor) -> np.ndarray:
         block, _, inside = path.partition(".experts")
@@ -163,11 +175,7 @@ class MegatronAdapter(BatchAdapter):
             return _NO_ROWS
         local = int(match[1]) % dispatcher.local_map.shape[1]  # type: ignore[union-attr]
         rows = megatron_parallel.expert_rows(dispatcher, local, self._shape, self.here, self._split_rows)
-        if len(rows) != len(tensor):
-            return _NO_ROWS
-        if slot == "input.0" and self.here.ep_size > 1:
-            self._others_rows[path] = self._others_rows.get(path, 0) + int((rows < 0).sum())
-        return rows
+        return rows if len(rows) == len(tensor) else _NO_ROWS
 
     def _padded_grid(self, module: torch.nn.Module, named: dict[str, Any]) -> np.ndarray:
         """Return the grid of a right-padded batch; with context parallelism, of this rank's share of it."""

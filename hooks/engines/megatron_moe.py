@@ -14,9 +14,6 @@ COMBINED = "combined.0"
 """The slot of the routed experts' sum [s * b, hidden], back in token order, before the shared expert is added."""
 REPLAYED = "routing_replayed"
 """The fact of a router that took its ids from a recording instead of its logits."""
-OTHERS_ROWS = "rows_of_other_ranks"
-"""The fact of an expert: rows that it served for tokens of other expert-parallel ranks. They are not stored, because
-which tokens they are only the other ranks know and no hook may ask them."""
 _REPLAYING = ("replay_forward", "replay_backward")
 
 

@@ -6,19 +6,24 @@ Nothing here imports Megatron: the facts come from its ``parallel_state`` where 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from probe.store.schema import COLUMNS, PARTIAL, REPLICATED, WHOLE
+from probe.hooks.rows import foreign_rows
+from probe.store.schema import CELLS, COLUMNS, PARTIAL, REPLICATED, WHOLE
 
 _STATE = "megatron.core.parallel_state"
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's number and the size of each of Megatron's groups; ``etp`` is the experts' tensor-parallel one."""
+    """This process's number and the size of each of Megatron's groups; ``etp`` is the experts' tensor-parallel one.
+
+    ``sharing``: the global ranks that give each other's experts tokens, in the order in which these are gathered.
+    """
 
     tp: int = 0
     tp_size: int = 1
@@ -33,6 +38,7 @@ class Ranks:
     etp: int = 0
     etp_size: int = 1
     vpp: int = 1
+    sharing: tuple[int, ...] = ()
 
 
 def ranks() -> Ranks:
@@ -54,7 +60,13 @@ def ranks() -> Ranks:
         etp=state.get_expert_tensor_parallel_rank(),
         etp_size=state.get_expert_tensor_parallel_world_size(),
         vpp=state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        sharing=_sharing(state),
     )
+
+
+def _sharing(state: Any) -> tuple[int, ...]:
+    group = state.get_expert_tensor_and_model_parallel_group(check_initialized=False)
+    return () if group is None else tuple(torch.distributed.get_process_group_ranks(group))
 
 
 def parallel_facts(model: Any = None) -> tuple[dict[str, Any] | None, dict[str, int] | None]:
@@ -117,6 +129,8 @@ def shard_of(path: str, slot: str, here: Ranks, split_rows: bool, latent: bool) 
 
     ``split_rows``: sequence parallelism is on. ``latent``: the attention is multi-latent (MLA).
     """
+    if path == CELLS[0]:
+        return WHOLE
     leaf, kind = path.rpartition(".")[2], slot.partition(".")[0]
     rest = WHOLE if split_rows else REPLICATED
     if ".local_experts." in path or path.endswith("mlp.experts"):
@@ -172,21 +186,36 @@ def parallel_axis(name: str, parameter: Any) -> tuple[int, int]:
 # -- rows of experts ---------------------------------------------------------------------------------------------------
 
 
-def expert_rows(dispatcher: Any, expert: int, grid: tuple[int, int], here: Ranks, split_rows: bool) -> np.ndarray:
-    """Return the flat rows of the call's grid [batch, position] that a local expert serves, -1 for other ranks' tokens.
+def local_rows(grid: tuple[int, int], here: Ranks, split_rows: bool) -> np.ndarray:
+    """Return the flat rows of the call's grid [batch, position] that a rank's layers hold, position-major.
 
-    Megatron's all-gather dispatcher collects the tokens of all ranks that share the experts, rank after rank and
-    position-major, and keeps in ``local_map`` [tokens, local experts] who goes where; each expert takes its tokens in
-    that order.
+    All of them, or with sequence parallelism those of its own positions. Its experts and those of other ranks count its
+    tokens in this order.
     """
     batch, length = grid
+    part, first = (length // here.tp_size, here.tp) if split_rows else (length, 0)
+    positions = first * part + np.arange(part)
+    return (np.arange(batch)[None] * length + positions[:, None]).reshape(-1)
+
+
+def expert_rows(dispatcher: Any, expert: int, grid: tuple[int, int], here: Ranks, split_rows: bool) -> np.ndarray:
+    """Return the flat rows of the call's grid [batch, position] that a local expert serves.
+
+    Tokens of other ranks are :func:`probe.hooks.rows.foreign_rows`; a token that two ranks hold counts once, the other
+    time it is -1. Megatron's all-gather dispatcher collects the tokens of all ranks that share the experts, rank after
+    rank and position-major, and keeps in ``local_map`` [tokens, local experts] who goes where; each expert takes its
+    tokens in that order.
+    """
     chosen = dispatcher.local_map[:, expert].nonzero()[:, 0].cpu().numpy()
-    part = length // here.tp_size if split_rows else length
-    owner, token = np.divmod(chosen, part * batch)
-    position, row = np.divmod(token, batch)
-    peer_tp, peer_ep = owner % here.etp_size, owner // here.etp_size
-    if split_rows:
-        position, mine = position + peer_tp * part, peer_ep == here.ep
-    else:
-        mine = (peer_ep == here.ep) & (peer_tp == here.etp)
-    return np.where(mine, row * length + position, -1)
+    own = local_rows(grid, here, split_rows)
+    owner, cell = np.divmod(chosen, len(own))
+    peer_ep, peer_etp = np.divmod(owner, here.etp_size)
+    rows = foreign_rows(np.array(here.sharing or range(here.etp_size * here.ep_size))[owner], cell)
+    tensor_group = here.etp_size == here.tp_size  # these ranks run one grid, each its own positions or all the same
+    for peer in range(here.etp_size) if tensor_group and split_rows else (here.etp,):
+        mine = (peer_ep == here.ep) & (peer_etp == peer)
+        held = local_rows(grid, replace(here, tp=peer), True) if tensor_group and split_rows else own
+        rows[mine] = held[cell[mine]]
+    if not split_rows:
+        rows[peer_etp != here.etp] = -1
+    return rows

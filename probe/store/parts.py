@@ -66,14 +66,17 @@ class Part(ABC):
         """Close the file."""
 
     def rows(self, name: str) -> np.ndarray:
-        """Return row table ``name`` with sequence numbers of the whole dump (-1 stays: no sequence)."""
+        """Return row table ``name`` with sequence numbers of the whole dump.
+
+        -1 stays (no sequence), and so do tokens of other ranks (:data:`probe.store.schema.FOREIGN`).
+        """
         if name not in self._rows:
             rows = self.row_table(name)
             sequence = rows["sequence"]
             known = sequence >= 0
-            if len(rows) and not -1 <= sequence.min() <= sequence.max() < len(self.to_global):
+            if len(rows) and not sequence.max() < len(self.to_global):
                 raise DumpError(f"{self.path}:/rows/{name} names a sequence that the file does not list", DAMAGED)
-            if (rows["position"][known] < 0).any():
+            if (rows["position"][known | (sequence <= schema.FOREIGN)] < 0).any():
                 raise DumpError(f"{self.path}:/rows/{name} holds a negative position", DAMAGED)
             sequence[known] = self.to_global[sequence[known]]
             self._rows[name] = rows

@@ -13,7 +13,7 @@ from probe.errors import DumpError
 from probe.store.schema import AXES, DRIVER
 from probe.store.validate import DAMAGED
 
-_WORDS = {"tp": "tensor-parallel", "pp": "pipeline-parallel", "cp": "context-parallel"}
+_WORDS = {"tp": "tensor-parallel", "pp": "pipeline-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,14 @@ class Place:
 
     ``tp``: its tensor-parallel number. ``group``: what tells it from ranks that hold other rows, so that files of one
     group differ in ``tp`` only. ``dp``: its data-parallel number, None where the file does not say. ``label``: its name
-    in sentences.
+    in sentences; ``pp``: its pipeline stage, where the file says it.
     """
 
     tp: int
     group: tuple[Any, ...]
     dp: int | None
     label: str
+    pp: int | None = None
 
 
 def places_of(files: Sequence[Path], manifests: Sequence[Mapping[str, Any]]) -> list[Place]:
@@ -47,7 +48,7 @@ def places_of(files: Sequence[Path], manifests: Sequence[Mapping[str, Any]]) -> 
         key = tuple(at[axis] for axis in AXES if axis != "ep")
         shown = [axis for axis in AXES if sizes[axis] != 1] if not seen[key] else []
         label = f"rank {', '.join(f'{axis} {at[axis]}' for axis in shown)}" if shown else name
-        places.append(Place(at["tp"], (at["pp"], at["cp"], at["dp"], seen[key]), at["dp"], label))
+        places.append(Place(at["tp"], (at["pp"], at["cp"], at["dp"], seen[key]), at["dp"], label, at["pp"]))
         seen[key] += 1
     return places
 
@@ -78,10 +79,10 @@ def missing_ranks(files: Sequence[Path], manifests: Sequence[Mapping[str, Any]])
     lost = []
     for axis, word in _WORDS.items():
         there = {at.get(axis) for at in known}
-        if known and sizes[axis]:
-            absent = absent_ranks(there, int(sizes[axis] or 0))
-            files = f"files of {word} {absent} are" if absent.startswith("ranks") else f"file of {word} {absent} is"
-            lost += [f"the {files} missing"] if absent else []
+        absent = absent_ranks(there, sizes[axis] or 0) if known else ""
+        if absent:
+            which = f"files of {word} {absent} are" if absent.startswith("ranks") else f"file of {word} {absent} is"
+            lost.append(f"the {which} missing")
     return lost
 
 

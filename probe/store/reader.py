@@ -18,7 +18,7 @@ from probe.store.schema import DRIVER, PARTIAL_SUFFIX, ModuleInfo, Sequence, Wei
 from probe.store.sequences import merge_sequences, name_apart, sequences_of
 from probe.store.sketches import JoinedSketch, check_sketch, join_sketches
 from probe.store.tensors import Replica, TensorStore
-from probe.store.validate import json_object, json_shape, reading, text_of
+from probe.store.validate import DAMAGED, json_object, json_shape, reading, text_of
 
 
 def open_dump(path: str | Path, step: int | None = None) -> Dump:
@@ -107,10 +107,10 @@ class Dump:
         self.lost = _lost(files, manifests)
         self.complete = not self.lost
         self._parts, self._places = parts, places_of(files, manifests)
-        self.tp = topology_of(manifests)["tp"]
+        self._tp = topology_of(manifests)["tp"]
         self.sequences: list[Sequence] = self._sequence_list()
         self.tokens = self._token_table()
-        self._tensors = TensorStore(parts, self._places, self.tp)
+        self._tensors = TensorStore(parts, self._places, self._tp, topology_of(manifests)["ep"])
         self.tensors = self._tensors.infos
         self.modules = self._module_table()
         self.joined_weights = self._weight_table()
@@ -206,6 +206,8 @@ class Dump:
             for record in part.tables["modules"]:
                 path = text_of(record["path"])
                 info = json_object(record["info"], f"{part.path}:/modules {path}")
+                if not isinstance(info.get("parameters") or {}, dict):
+                    raise DumpError(f"{part.path}:/modules {path} holds parameters as no object", DAMAGED)
                 modules[path] = ModuleInfo(path, text_of(record["class"]), int(record["order"]), info)
         return modules
 
@@ -221,7 +223,7 @@ class Dump:
                 lies = (int(record[column]) for column in ("axis", "start", "whole"))
                 sketch = WeightSketch(name, shape, dtype, rows, float(record["quad"]), alias, *lies)
                 found.setdefault(name, []).append((place, check_sketch(sketch, where)))
-        return {name: join_sketches(entries, self.tp, str(self.path)) for name, entries in found.items()}
+        return {name: join_sketches(entries, self._tp, str(self.path)) for name, entries in found.items()}
 
     def _fill_missing_tokens(self) -> None:
         """Rebuild the ids of sequences that no token table lists (a killed run) from the rows of their tensors."""

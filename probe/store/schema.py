@@ -87,6 +87,12 @@ SHARDS = (WHOLE, COLUMNS, PARTIAL, REPLICATED, CHECKSUM)
 """How a tensor lies over the tensor-parallel ranks: not declared, part of the features, a term of a sum, the same on
 all (stored by rank 0), and what the other ranks store of the same: a checksum per row."""
 
+CELLS = ("moe", "cells")
+"""The tensor, int32 [rows], that numbers the tokens which an expert-parallel rank gave to the experts in each call."""
+FOREIGN = -2
+"""``sequence`` of a row of the token that global rank 0 gave to an expert elsewhere, -3 of rank 1 and so on down;
+``position`` is then the token's number in that rank's :data:`CELLS` of the same call."""
+
 _segment_keys = itertools.count()
 
 
@@ -162,6 +168,15 @@ class WeightSketch:
             object.__setattr__(self, "whole", self.shape[0] if self.shape else 1)
 
 
+_OVER_RANKS = {
+    WHOLE: "on {} ranks",
+    COLUMNS: "columns over {} ranks",
+    PARTIAL: "sum over {} ranks",
+    REPLICATED: "copies on {} ranks",
+    CHECKSUM: "checksums on {} ranks",
+}
+
+
 @dataclass
 class TensorInfo:
     """All blocks of one (module, slot): what a reader can know before reading any of them.
@@ -191,3 +206,8 @@ class TensorInfo:
     norm: float = float("nan")
     nan: int = 0
     inf: int = 0
+
+    @property
+    def over_ranks(self) -> str:
+        """Return in words how ranks share the tensor, empty for one that a single rank stored."""
+        return _OVER_RANKS[self.shard].format(self.ranks) if self.ranks > 1 else ""

@@ -92,7 +92,8 @@ def plan(pieces: Sequence[Piece], tp: int | None, name: str) -> Plan:
         return Plan([], [], np.zeros(0, ROW), left_out=left_out, lacking=reasons[0])
     # Masks and rope tables are as long as a rank's own batch, and a pipeline stage has an output of its own. As where a
     # shape changes from call to call, the first one stands.
-    fitting = [group for group in usable if group.kind == usable[0].kind]
+    kinds = [(group.kind, pieces[group.shards[0][0]].place.pp) for group in usable]
+    fitting = [group for group, kind in zip(usable, kinds) if kind == kinds[0]]
     joined = _join_rows(pieces, fitting)
     joined.left_out, joined.lacking = left_out, reasons[0] if reasons else ""
     return joined
@@ -170,12 +171,7 @@ def _join_copies(pieces: Sequence[Piece], members: list[int]) -> _Group:
 
 def _first_of_each(ids: list[np.ndarray], places: list[Place]) -> tuple[np.ndarray, np.ndarray, list[Copy]]:
     """Return which of the concatenated rows come first under their id, the final row of each, and the copies."""
-    everything = np.concatenate(ids)
-    _, first, inverse = np.unique(everything, return_index=True, return_inverse=True)
-    is_first = np.zeros(len(everything), bool)
-    is_first[first] = True
-    final = np.cumsum(is_first) - 1
-    at = final[first][inverse]
+    is_first, at = _number_firsts(np.concatenate(ids))
     bounds = np.cumsum([0, *(len(own) for own in ids)])
     copies = []
     for number in range(1, len(ids)):
@@ -235,8 +231,13 @@ def _repeated(tables: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     ids = np.concatenate(identify(tables, ("sequence", "position"), ordered_by="call"))
     nobody = np.concatenate(tables)["sequence"] < 0
     ids[nobody] = -1 - np.arange(int(nobody.sum()))
+    return _number_firsts(ids)
+
+
+def _number_firsts(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which entries are the first of their id, and for every entry the number of its id's first among those."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-    is_first = np.zeros(total, bool)
+    is_first = np.zeros(len(ids), bool)
     is_first[first] = True
     return is_first, (np.cumsum(is_first) - 1)[first][inverse]
 

@@ -14,8 +14,9 @@ from probe.errors import DumpError
 from probe.store.checksums import row_checksums
 from probe.store.dtypes import narrow, round_to, stored_dtype, widen
 from probe.store.parts import Part
+from probe.store.peers import Peers
 from probe.store.places import Place
-from probe.store.schema import CHECKSUM, COLUMNS, PARTIAL, SHARDS, TensorInfo
+from probe.store.schema import CELLS, CHECKSUM, COLUMNS, FOREIGN, PARTIAL, SHARDS, TensorInfo
 from probe.store.shards import Piece, Plan, plan
 from probe.store.validate import DAMAGED, check_dtype, json_shape, text_of
 
@@ -68,17 +69,26 @@ class Replica(NamedTuple):
 
 
 class TensorStore:
-    """Every tensor of the files of a dump; ``infos`` describes them in the order of files and of first execution."""
+    """Every tensor of the files of a dump; ``infos`` describes them in the order of files and of first execution.
 
-    def __init__(self, parts: list[Part], places: list[Place], tp: int | None) -> None:
+    ``tp`` and ``ep``: how many tensor- and expert-parallel ranks there are, None where no file says it.
+    """
+
+    def __init__(self, parts: list[Part], places: list[Place], tp: int | None, ep: int | None = None) -> None:
         self._parts, self._places, self._tp = parts, places, tp
         self._stored: dict[Key, list[_Stored]] = {}
         self._plans: dict[Key, Plan] = {}
         self._known_plans: dict[Any, Plan] = {}
         self._row_cache: dict[tuple[int, tuple[str, ...]], tuple[np.ndarray, bytes]] = {}
+        self._row_tables: dict[tuple[int, str], np.ndarray] = {}
+        self._peers = Peers([part.path for part in parts], (ep or 1) > 1)
         for number, part in enumerate(parts):
             self._collect(number, part)
-        self.infos = {key: self._describe(key, stored) for key, stored in self._stored.items()}
+        for own in self._stored.pop(CELLS, []) if self._peers.allowed else []:
+            self._peers.add(parts[own.file].path, self._gather([own], None), self._rows_of(own))
+        infos = {key: self._describe(key, stored) for key, stored in self._stored.items()}
+        # an expert may have served nothing but other ranks' padding, of which no tensor is left
+        self.infos = {key: info for key, info in infos.items() if info.rows or info.left_out or key not in self._plans}
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -171,7 +181,7 @@ class TensorStore:
         info = TensorInfo(*key, first.dtype, first.features, order=first.order, has_rows=first.has_rows)
         info.shard, info.ranks = first.shard, len(stored)
         needs_plan = first.shard == CHECKSUM or (first.shard in (COLUMNS, PARTIAL) and (self._tp or 1) > 1)
-        if len(stored) == 1 and not needs_plan:
+        if len(stored) == 1 and not needs_plan and not self._serves_others(first):
             info.rows = first.rows
             _add_statistics(info, stored)
             return info
@@ -189,6 +199,11 @@ class TensorStore:
             if info.shard != PARTIAL:
                 _add_statistics(info, self._counted(found, stored))
         return info
+
+    def _serves_others(self, stored: _Stored) -> bool:
+        """Tell whether rows of one file are of other ranks' tokens (resolved or not)."""
+        names = {block.rows for block in stored.blocks} if self._peers.allowed else ()
+        return any((self._parts[stored.file].rows(name)["sequence"] <= FOREIGN).any() for name in names)
 
     def _counted(self, found: Plan, stored: list[_Stored]) -> list[_Stored]:
         """Return the files whose blocks are part of the whole tensor, not only copies of others'."""
@@ -210,7 +225,7 @@ class TensorStore:
         same = tuple(tuple(values.index(value) for value in values) for values in (kinds, inner))
         known = (tuple(digests), same, all(piece.features for piece in pieces))
         if known not in self._known_plans:
-            found = plan(pieces, self._tp, ":".join(key))
+            found = self._peers.without_strangers(plan(pieces, self._tp, ":".join(key)))
             if found.lacking:  # its words may name this tensor's shapes
                 return found
             self._known_plans[known] = found
@@ -231,7 +246,10 @@ class TensorStore:
 
     def _block_rows(self, block: _Block) -> np.ndarray:
         part = self._parts[block.file]
-        rows = part.rows(block.rows)
+        name = (block.file, block.rows)
+        if name not in self._row_tables:
+            self._row_tables[name] = self._peers.resolve(part.rows(block.rows), f"{part.path}:/rows/{block.rows}")
+        rows = self._row_tables[name]
         if len(rows) != block.shape[0]:
             raise DumpError(
                 f"{part.path}:{block.dataset} has {block.shape[0]} rows, /rows/{block.rows} {len(rows)}", DAMAGED

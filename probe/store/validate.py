@@ -154,6 +154,8 @@ def check_dtype(name: str, where: str) -> str:
 
 _OBJECTS = ("engine", "model", "layout")
 _OBJECTS_OR_NULL = ("topology", "environment", "sampling", "backends", "batching")
+_NUMBERS = {"sampling": ("temperature", "top_p")}
+"""Entries of a section that are used as numbers; so are all of ``layout``, which probe writes itself."""
 
 
 def check_manifest(manifest: dict[str, Any], where: str) -> dict[str, Any]:
@@ -163,7 +165,13 @@ def check_manifest(manifest: dict[str, Any], where: str) -> dict[str, Any]:
     model = sections["model"]
     if isinstance(model, dict) and model.get("config") is not None:
         sections["model.config"] = model["config"]
+        if isinstance(model["config"], dict) and model["config"].get("text_config") is not None:
+            sections["model.config.text_config"] = model["config"]["text_config"]
     for key, section in sections.items():
         if not isinstance(section, dict):
             raise DumpError(f"{where} holds {key!r} as something else than an object", DAMAGED)
+        for name in section if key == "layout" else _NUMBERS.get(key, ()):
+            value = section.get(name)
+            if value is not None and not (isinstance(value, int | float) and 0 <= value < 1 << 31):
+                raise DumpError(f"{where} holds {value!r:.40} as {key}.{name}, where a number is expected", DAMAGED)
     return manifest
