@@ -12,9 +12,9 @@ from probe.compare.coverage import Recomputed
 from probe.compare.judge import Judgement, effective_dtype, judge, modelled_floor
 from probe.compare.match import Match, Matching
 from probe.compare.merge import CanonicalReader
-from probe.compare.moe import Routing
+from probe.compare.moe.flips import Routing
+from probe.compare.moe.restrict import Levels, Restricted
 from probe.compare.names.canonical import is_routing
-from probe.compare.restrict import Levels, Restricted
 from probe.compare.side import Side
 from probe.errors import ProbeError
 from probe.metrics import BLOCK_VALUES, PairMeasure, PairMetrics, coarser_dtype, measure_pair

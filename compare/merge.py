@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from probe.compare.moe.routing import chosen_experts, chosen_weights, route
 from probe.compare.names.base import ModelShape, Source
-from probe.compare.routing import chosen_experts, chosen_weights, route
 from probe.compare.side import Side
 from probe.errors import CompareError
 from probe.layout import cut_vocabulary, split_gate_up, split_qkv_groups, split_sizes

@@ -10,7 +10,6 @@ from typing import Any
 from probe._version import __version__
 from probe.compare.align import RowAligner
 from probe.compare.coverage import RowCoverage, count_rows, fewer_rows, held_rows
-from probe.compare.experts import excuse_idle, is_expert
 from probe.compare.gates import declared_lag, gates_of
 from probe.compare.judge import overall
 from probe.compare.locate import first_divergence
@@ -18,7 +17,8 @@ from probe.compare.logprobs import complete_logprobs
 from probe.compare.mapping import UserMap, load_map, read_mapped
 from probe.compare.match import SAME_NAME, Match, Matching, match_tensors
 from probe.compare.measure import Measured, Measurer, Observer
-from probe.compare.moe import section as moe_section
+from probe.compare.moe.experts import excuse_idle, is_expert
+from probe.compare.moe.flips import section as moe_section
 from probe.compare.names.canonical import LOGITS
 from probe.compare.replicas import replicas_gate
 from probe.compare.report.model import NOT_BUILT, SCHEMA, clean_floats

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from dump_tools import MANIFEST
 
-from probe.compare.experts import excuse_idle
 from probe.compare.match import Entry, Matching
-from probe.compare.moe import ALIKE, OWN
+from probe.compare.moe.experts import excuse_idle
+from probe.compare.moe.flips import ALIKE, OWN
+from probe.compare.moe.restrict import WORDS
+from probe.compare.moe.routing import RoutingRule, margin, route
 from probe.compare.report import markdown, terminal
 from probe.compare.report.html import render as render_html
 from probe.compare.report.model import validate
-from probe.compare.restrict import WORDS
-from probe.compare.routing import RoutingRule, margin, route
 from probe.compare.run import compare_dumps
 from probe.store.schema import ROW, ModuleInfo, RowSegment, Sequence
 from probe.store.writer import DumpWriter

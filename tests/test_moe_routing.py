@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from probe.compare import routing
-from probe.compare.routing import RoutingRule
+from probe.compare.moe import routing
+from probe.compare.moe.routing import RoutingRule
 
 CONFIG = {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "norm_topk_prob": True}
 

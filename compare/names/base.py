@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from probe.compare.routing import RoutingRule, routing_rule
+from probe.compare.moe.routing import RoutingRule, routing_rule
 
 Key = tuple[str, str]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from probe.compare.judge import Judgement, judge
-from probe.compare.moe import ALIKE, OWN
+from probe.compare.moe.flips import ALIKE, OWN
 from probe.metrics import PairMetrics
 
 WORDS = {

@@ -17,9 +17,9 @@ from probe.compare.align import RowAligner, RowJoin, pack, split
 from probe.compare.judge import ROUNDING, Judgement
 from probe.compare.match import Match, Matching
 from probe.compare.merge import CanonicalReader
+from probe.compare.moe.routing import margin, membership, overlap, spread, swap_distance
 from probe.compare.names.base import Source
 from probe.compare.names.canonical import Place, place_of
-from probe.compare.routing import margin, membership, overlap, spread, swap_distance
 from probe.errors import CompareError
 
 DERIVED = "route"

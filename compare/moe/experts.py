@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from probe.compare.match import Entry, Matching
-from probe.compare.moe import Routing
+from probe.compare.moe.flips import Routing
 
 _EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.")
 
