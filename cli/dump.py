@@ -17,6 +17,7 @@ from probe.cli import common
 from probe.cli.progress import observing
 from probe.errors import UsageError
 from probe.hooks.runners.job import DEFAULT_ENGINE, DTYPES, ENGINES, MAX_SEED, DumpJob, Parallel, Sampling, check_job
+from probe.hooks.runners.parallel import listed
 from probe.settings import STAGES
 from probe.store.reader import Dump, open_dump
 
@@ -239,9 +240,7 @@ def _refuse_ignored(context: click.Context, job: DumpJob) -> None:
     }
     for name, engines in ENGINE_OPTIONS.items():
         if name in typed and job.engine not in engines:
-            raise UsageError(
-                f"{typed[name]} has no effect on engine {job.engine}", f"it is for {' and '.join(engines)}"
-            )
+            raise UsageError(f"{typed[name]} has no effect on engine {job.engine}", f"it is for {listed(engines)}")
     for name in SAMPLING_OPTIONS:
         if name in typed and job.source is not None:
             raise UsageError(f"{typed[name]} has no effect with --from, which samples nothing", "leave it out")

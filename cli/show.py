@@ -165,9 +165,10 @@ def _print_dump(data: dict[str, Any], everything: bool) -> None:
     common.say(f"{data['path']}: {manifest.get('stage')} on {engine.get('name')} {engine.get('version')}", "bold")
     if not data["complete"]:
         common.say(f"incomplete: {'; '.join(data['lost'])}", "yellow")
+    log_probs = manifest.get("logprobs_mode") or ""
     facts = {
         "model": f"{model.get('architecture')} at {model.get('path')}",
-        "numbers": f"{manifest.get('dtype')} on {manifest.get('device')}, log-probs {manifest.get('logprobs_mode')}",
+        "numbers": f"{manifest.get('dtype')} on {manifest.get('device')}{log_probs and f', log-probs {log_probs}'}",
         "parallel": _parallel(manifest.get("topology") or {}),
         "tokens": manifest.get("source_dump") and f"those of {manifest['source_dump']}",
         "sampling": ", ".join(f"{k} {v}" for k, v in (manifest.get("sampling") or {}).items()),

@@ -69,6 +69,8 @@ def explain(
     ``name``: a canonical name or one of either dump, with or without ``:slot``. Raises UsageError, with the nearest
     names, where neither side knows it.
     """
+    if not name.strip():
+        raise UsageError("the name to explain is empty", "give one, such as layers.0.self_attn.q_proj")
     given = load_map(mapping) if mapping is not None else None
     with open_dump(path_a) as a, open_dump(path_b) as b:
         side_a, side_b = read_mapped(a, b, given)
@@ -180,7 +182,8 @@ def _nearest(view: _View, name: str) -> str:
     for side in (view.a, view.b):
         known |= dict.fromkeys(label_of(key) for key in side.dump.tensors)
     short = [label.removesuffix(":output.0") for label in known]
-    close = get_close_matches(name, short, n=3, cutoff=0.5)
+    inside = [label for label in short if f".{label}".partition(":")[0].endswith(f".{name}")]
+    close = inside[:3] or get_close_matches(name, short, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}" if close else "see what each dump holds with 'probe show'"
 
 

@@ -62,6 +62,8 @@ def match_tensors(a: Side, b: Side) -> Matching:
     matching = Matching()
     for label in {**a.resolution.sources, **b.resolution.sources}:
         _place_label(label, layers, a, b, matching)
+    for lone in (matching.only_a, matching.only_b, matching.unavailable):
+        lone.sort(key=lambda entry: place.rank if (place := place_of(entry.label, layers)) else (layers + 1,))
     matching.matched.sort(key=lambda match: (match.place.rank, match.label))
     extras = _same_names(a, b, matching) if a.table.engine == b.table.engine else []
     taken = {match.label for match in extras}

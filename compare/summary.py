@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,7 @@ def _gaps(e: Evidence) -> list[str]:
     for side, broken in _broken_weights(e).items():
         gaps += [f"{counted(len(broken), 'parameter')} of {side} without all shards"] if broken else []
     gaps += [f"{side} incomplete" for side, dump in (("a", e.a), ("b", e.b)) if not dump.complete]
+    gaps += [f"first step of {side} only" for side, dump in (("a", e.a), ("b", e.b)) if dump.unread]
     return gaps
 
 
@@ -145,8 +147,12 @@ def _opening(e: Evidence) -> str:
 def _shortfall(e: Evidence) -> str:
     if not e.measured and not e.tokens["compared"]:
         return "no tensor and no log-prob is on both sides"
-    shares = f"{e.tensor_share:.0%} of the tensors and {e.rows.covered:.0%} of the rows"
-    return f"only {shares} could be compared, less than the {e.min_coverage:.0%} asked for"
+    shares = {"tensors": e.tensor_share, "rows": e.rows.covered}
+    # rounded down: 99.96 % must not read as 100 %
+    short = [
+        f"{math.floor(share * 1000) / 10:g}% of the {what}" for what, share in shares.items() if share < e.min_coverage
+    ]
+    return f"only {' and '.join(short)} could be compared, less than the {e.min_coverage:.0%} asked for"
 
 
 def _name(dump: Dump, side: str) -> str:
@@ -204,6 +210,8 @@ def _divergence(e: Evidence, first: Measured) -> str:
 def _tokens(e: Evidence) -> list[str]:
     if not e.tokens["compared"]:
         return []
+    if not e.tokens["max_abs_logprob_diff"]:
+        return [f"Log-probs of {e.tokens['compared']} response tokens are equal."]
     return [
         f"Log-probs of {e.tokens['compared']} response tokens differ by {e.tokens['mean_abs_logprob_diff']:.1e} on "
         f"average and {e.tokens['max_abs_logprob_diff']:.1e} at most.",
@@ -241,6 +249,11 @@ def not_compared(e: Evidence) -> list[str]:
         f"{side} is incomplete ({'; '.join(dump.lost)}): only what had reached the disk was read"
         for side, dump in (("a", e.a), ("b", e.b))
         if not dump.complete
+    ]
+    sentences += [
+        f"{counted(len(dump.unread), 'later step')} of {side}: name a step's folder to compare it ({dump.unread[0]})"
+        for side, dump in (("a", e.a), ("b", e.b))
+        if dump.unread
     ]
     sentences += _unseen_rows(e)
     sentences += _unseen_tensors(e)

@@ -12,12 +12,14 @@ import torch
 
 from probe.errors import CaptureError
 from probe.hooks.capture import Capture
-from probe.hooks.engines.megatron import MegatronAdapter, parallel_facts
+from probe.hooks.device import dtype_name
+from probe.hooks.engines.megatron import MegatronAdapter
+from probe.hooks.engines.megatron_parallel import parallel_facts
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.transformers import BatchAdapter
-from probe.hooks.engines.vllm import VllmAdapter, find_runner
-from probe.hooks.engines.vllm_parallel import place_of, refuse_unsupported
-from probe.hooks.engines.vllm_schedule import record_schedule
+from probe.hooks.engines.vllm import VllmAdapter
+from probe.hooks.engines.vllm_model_runner import find_runner, record_schedule, refuse_unsupported
+from probe.hooks.engines.vllm_parallel import place_of
 from probe.hooks.runners.tokens import write_tokens
 from probe.hooks.weights import named_sketches
 from probe.hooks.wrappers import is_data_parallel, refuse_compiled, unwrap
@@ -176,7 +178,7 @@ def _manifest(kind: Kind, stage: str, model: torch.nn.Module, runner: Any, setti
         kind.engine,
         version,
         {"path": path, "architecture": architecture, "config": config, "config_source": "object"},
-        dtype=str(parameter.dtype).removeprefix("torch."),
+        dtype=dtype_name(parameter),
         device=parameter.device.type,
         world_size=world,
         topology=topology,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from probe.hooks.device import HostTransfer, dtype_name, indexable
+from probe.hooks.engines.base import EngineAdapter
 from probe.hooks.engines.transformers import bind_arguments
 from probe.hooks.repeats import Repeats
 from probe.hooks.rows import CallRows, Place
@@ -24,7 +25,7 @@ from probe.hooks.wrappers import entries, is_wrapper, recomputing, refuse_compil
 from probe.settings import Settings
 from probe.store.checksums import row_checksums
 from probe.store.dtypes import DTYPES
-from probe.store.schema import CELLS, CHECKSUM, REPLICATED, ROW, ModuleInfo, RowSegment
+from probe.store.schema import CELLS, CHECKSUM, COLUMNS, REPLICATED, ROW, WHOLE, ModuleInfo, RowSegment
 from probe.store.writer import DumpWriter
 
 SCALARS = (
@@ -39,44 +40,6 @@ the length and no comparison by token can use it. Larger ones are listed with th
 tensors of a dtype that a dump cannot hold (complex numbers) or without rows to gather (nested, sparse)."""
 PENDING_BYTES = 256 << 20
 """Copies of a running forward that may wait in host memory before they are handed to the writer."""
-
-
-class EngineAdapter(Protocol):
-    """What a capture must know about an engine; one per file in probe.hooks.engines."""
-
-    name: str
-    runs_after_forward: bool
-    """Whether modules that belong to a call run after the model's own forward has returned."""
-    tp_rank: int
-    tp_size: int
-    """This process's number among the ranks of its tensor-parallel (TP) group, and how many those are."""
-
-    def module_path(self, path: str, module: torch.nn.Module) -> str | None:
-        """Return the module's path in the dump, or None for a module that is not hooked."""
-
-    def begin_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRows | None:
-        """Return the rows of the forward that starts now, or None when it serves no real request."""
-
-    def preferred_layouts(self, path: str, slot: str) -> tuple[str, ...]:
-        """Return the layouts to try first for a tensor (they decide where batch and length are equal)."""
-
-    def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> Any:
-        """Return the call's row numbers that a tensor holds when it holds only some of them, else None."""
-
-    def expert_cells(self) -> np.ndarray | None:
-        """Return the call's row numbers in the order in which other ranks' experts number them, None without such."""
-
-    def shard_of(self, path: str, slot: str) -> str:
-        """Return how a tensor lies over the TP ranks: one of probe.store.schema.SHARDS, never CHECKSUM."""
-
-    def taps(self, path: str, module: torch.nn.Module) -> dict[str, str]:
-        """Return the methods of a module whose results are recorded, and the slot of each."""
-
-    def facts(self, path: str) -> dict[str, Any]:
-        """Return what the engine knows of a module's runs beyond its scalars (JSON values)."""
-
-    def end_call(self, output: Any) -> None:
-        """Take note of the output of a forward that has ended."""
 
 
 @dataclass
@@ -308,11 +271,20 @@ class Capture:
         copy, segment = call.take(indexable(tensor), place)
         if not len(segment.rows):
             return
-        shard = self.adapter.shard_of(path, slot) if self.adapter.tp_size > 1 else ""
+        shard = self._shard_of(path, slot, place)
         self._pending.append(_Copy(name, slot, dtype_name(tensor), self._transfer.send(copy), segment, shard))
         self._pending_bytes += copy.nbytes
         if self._pending_bytes > PENDING_BYTES:
             self._drain()
+
+    def _shard_of(self, path: str, slot: str, place: Place) -> str:
+        """Return how a tensor lies over the TP ranks.
+
+        ``columns`` splits the axis that follows the rows. Without rows that axis is the batch or one of length 1, and
+        which of the others the ranks split is not known: each rank's tensor stands for itself.
+        """
+        shard = self.adapter.shard_of(path, slot) if self.adapter.tp_size > 1 else WHOLE
+        return shard if place.has_rows or shard != COLUMNS else WHOLE
 
     def _drain(self) -> None:
         pending, self._pending, self._pending_bytes = self._pending, [], 0

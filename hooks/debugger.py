@@ -155,7 +155,7 @@ class PrecisionDebugger:
         self.step()
 
     def save(self, tensor: torch.Tensor, name: str) -> None:
-        """Store one tensor of the caller's under ``save/NAME`` in the running dump."""
+        """Store one tensor of the caller's under ``save.NAME`` in the running dump."""
         if self._capture is not None:
             self._capture.store(f"save.{name}", "output.0", tensor)
 

@@ -1,4 +1,4 @@
-"""Taps: record what a method of a module returns where no module of its own does (a router's ``gating``)."""
+"""Wrap methods of live objects: to record what one returns where no module does (a router's ``gating``), or when."""
 
 from __future__ import annotations
 
@@ -15,22 +15,30 @@ def tap(module: torch.nn.Module, method: str, record: Callable[[Any], None]) -> 
     A dotted ``method`` is one of an object that the module holds (``router.select_experts``).
     """
     *attributes, method = method.split(".")
-    owner: Any = functools.reduce(getattr, attributes, module)
-    original = getattr(owner, method)
-    own = owner.__dict__.get(method)
 
-    @functools.wraps(original)
-    def tapped(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        record(result)
-        return result
+    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            record(result)
+            return result
 
-    owner.__dict__[method] = tapped
+        return tapped
+
+    return wrap_method(functools.reduce(getattr, attributes, module), method, recording)
+
+
+def wrap_method(
+    owner: Any, method: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Replace ``owner.method`` of this one object by ``wrapper(owner.method)``; return the undo."""
+    own = vars(owner).get(method)
+    vars(owner)[method] = wrapper(getattr(owner, method))
 
     def undo() -> None:
         if own is None:
-            owner.__dict__.pop(method, None)
+            vars(owner).pop(method, None)
         else:
-            owner.__dict__[method] = own
+            vars(owner)[method] = own
 
     return undo

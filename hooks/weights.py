@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from probe.hooks.device import dtype_name
 from probe.hooks.wrappers import is_wrapper, parameter_path, strip_wrappers
 from probe.store.schema import WeightSketch
 
@@ -43,7 +44,7 @@ def sketch(name: str, parameter: torch.Tensor, axis: int = -1, column_start: int
     tensors of more than two axes as [out, the rest]. The products run where the parameter is, or on the host for
     devices that may lack float64 products (NPUs).
     """
-    dtype, piece = _dtype(parameter), _piece(parameter)
+    dtype, piece = dtype_name(parameter), _piece(parameter)
     if piece is None:
         return unavailable(name, tuple(parameter.shape), dtype, axis)
     weight, shape = piece.values, tuple(piece.values.shape)
@@ -83,7 +84,7 @@ def sketches(model: torch.nn.Module, split: Split = lambda name, parameter, modu
         name = parameter_path(native)
         key = (held.data_ptr() or id(parameter), tuple(held.shape), held.stride())
         if key in seen:
-            yield WeightSketch(name, tuple(held.shape), _dtype(parameter), np.zeros((0, 3)), alias=seen[key])
+            yield WeightSketch(name, tuple(held.shape), dtype_name(parameter), np.zeros((0, 3)), alias=seen[key])
             continue
         seen[key] = name
         yield sketch(name, parameter, *split(name, parameter, owner))
@@ -146,15 +147,11 @@ def _flattened(native: str, parameter: torch.Tensor) -> Iterator[WeightSketch]:
     """
     fqns = getattr(parameter, "_fqns", None)
     if fqns is None:
-        yield unavailable(parameter_path(native), (), _dtype(parameter))
+        yield unavailable(parameter_path(native), (), dtype_name(parameter))
         return
     prefix = native.rpartition(".")[0]
     for name, shape in zip(fqns, parameter._shapes):
-        yield unavailable(parameter_path(f"{prefix}.{name}".lstrip(".")), tuple(shape), _dtype(parameter))
-
-
-def _dtype(parameter: torch.Tensor) -> str:
-    return str(parameter.dtype).removeprefix("torch.")
+        yield unavailable(parameter_path(f"{prefix}.{name}".lstrip(".")), tuple(shape), dtype_name(parameter))
 
 
 def _products(weight: torch.Tensor, column_start: int) -> np.ndarray:

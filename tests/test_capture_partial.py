@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from capture_tools import by_row, captured
+from capture_tools import MANIFEST, by_row, captured
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from probe.hooks.capture import Capture
+from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.transformers import BatchAdapter
 from probe.hooks.rows import CallRows, grid_of
+from probe.store.reader import open_dump
+from probe.store.schema import AXES, COLUMNS
+from probe.store.writer import DumpWriter
 
 
 class Times(nn.Module):
@@ -140,3 +145,46 @@ def test_a_later_chunk_without_ids_has_the_sequences_of_the_first(tmp_path):
     assert [s.tokens.tolist() for s in dump.sequences] == [[1, 2], [3, 4], [5, 6], [7, 8]]
     found = by_row(dump, "chunk1.layer", "output.0")
     assert found[("s2", 1)].tolist() == [600] and len(found) == 8
+
+
+class Attention(nn.Module):
+    """Hold two of four heads, as a tensor-parallel rank does: values [b, s, 2], probabilities [b, 2, s, s]."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, input_ids):
+        batch, length = input_ids.shape
+        heads = 2.0 * self.rank + torch.arange(2)
+        return heads.expand(batch, length, 2), heads[:, None, None].expand(batch, 2, length, length)
+
+
+class ColumnsOnTwoRanks(BatchAdapter):
+    """Declare every tensor split over two ranks."""
+
+    tp_size = 2
+
+    def shard_of(self, path, slot):
+        return COLUMNS
+
+
+def test_only_tensors_with_rows_are_joined_from_columns(tmp_path):
+    """Without rows the first axis is the batch, not the heads: joined along it, probabilities would be nonsense."""
+    topology = {**dict.fromkeys(AXES, 1), "tp": 2, "vpp": 1, "sp": False}
+    for rank in range(2):
+        place = {"world_size": 2, "topology": topology, "coordinates": {**dict.fromkeys(AXES, 0), "tp": rank}}
+        writer = DumpWriter(tmp_path / "actor" / "step0" / f"rank{rank}.h5", MANIFEST | place)
+        adapter, model = ColumnsOnTwoRanks(SequenceBook(writer)), Attention(rank)
+        adapter.tp_rank = rank
+        capture = Capture(writer, adapter)
+        capture.attach(model)
+        model(torch.tensor([[1, 2, 3], [4, 5, 6]]))
+        capture.detach()
+        writer.close()
+    dump = open_dump(tmp_path)
+    assert dump.read("", "output.0").tolist() == [[0, 1, 2, 3]] * 6
+    probabilities = dump.read("", "output.1")
+    assert probabilities.shape == (2, 2, 2, 3, 3)  # one per rank: batch, heads, queries, keys
+    assert [np.unique(of_rank).tolist() for of_rank in probabilities] == [[0, 1], [2, 3]]
+    assert dump.replicas("", "output.1") == []

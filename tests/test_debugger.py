@@ -16,6 +16,7 @@ from checkpoints import make_checkpoint
 from torch import nn
 
 import probe
+from probe.compare.run import compare_dumps
 from probe.errors import CaptureError, OutputExistsError, UsageError
 from probe.hooks import debugger as debugger_module
 from probe.hooks.debugger import PrecisionDebugger
@@ -140,6 +141,24 @@ def test_steps_are_dumps_of_their_own(tmp_path, model):
         assert [s.tokens.tolist() for s in dump.sequences] == [[20, 1, 2], [21, 1, 2]]
         assert len(dump.read("model.layers.0.mlp", "output.0")) == 6
         assert dump.rows("model.layers.0.mlp", "output.0")["call"].tolist() == [0] * 3 + [1] * 3
+        assert not dump.unread
+
+
+def test_the_folder_of_one_step_opens_and_a_comparison_says_which_steps_it_left_out(tmp_path, model):
+    debugger = PrecisionDebugger(enabled=True, dump_path=str(tmp_path / "d"))
+    for step in range(2):
+        with debugger.start(model):
+            forward(model, [10 * step, 1, 2])
+    later = tmp_path / "d" / "actor" / "step1"
+    with open_dump(tmp_path / "d") as both, open_dump(later) as one:
+        assert both.unread == [later] and not one.unread
+        assert one.sequences[0].tokens.tolist() == [10, 1, 2]
+    assert "first step of b only" in compare_dumps(later.with_name("step0"), tmp_path / "d")["headline"]
+    assert (
+        f"1 later step of b: name a step's folder to compare it ({later})"
+        in (compare_dumps(tmp_path / "d", tmp_path / "d")["not_compared"])
+    )
+    assert "step" not in compare_dumps(later, later)["headline"]
 
 
 def test_a_new_start_forgets_what_was_announced(tmp_path, model):

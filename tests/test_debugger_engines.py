@@ -16,7 +16,7 @@ from torch import nn
 
 from probe.checkpoint import Checkpoint
 from probe.hooks.debugger import PrecisionDebugger
-from probe.hooks.engines.vllm import find_runner
+from probe.hooks.engines.vllm_model_runner import find_runner
 from probe.store.reader import open_dump
 
 pytestmark = pytest.mark.slow

@@ -92,5 +92,8 @@ def test_the_command_prints_words_or_json_and_exits_0_or_2(dumps, capsys):
     assert "merged: one half of [gate | up]" in capsys.readouterr().out
     assert run([*command, "layers.0.mlp.gate_proj", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["entries"][0]["status"] == "compared"
-    assert run([*command, "layers.0.mlp.gate_prj"]) == 2
-    assert "did you mean layers.0.mlp.gate_proj" in capsys.readouterr().err
+    for name in ("layers.0.mlp.gate_prj", "gate_proj"):
+        assert run([*command, name]) == 2
+        assert "did you mean layers.0.mlp.gate_proj" in capsys.readouterr().err
+    assert run([*command, ""]) == 2
+    assert "the name to explain is empty" in capsys.readouterr().err

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 
-from probe.checkpoint import Checkpoint
 from probe.errors import CheckpointError, EngineError
-from probe.hooks.runners.job import DumpJob, TokenSequence
+from probe.hooks.runners.job import DumpJob, Parallel, TokenSequence
 from probe.hooks.runners.launch import launch
 
 pytestmark = pytest.mark.slow
@@ -37,9 +36,10 @@ def entries(monkeypatch):
 
 def start(checkpoint, entry, observer=lambda *what: None, **engine_args):
     sequences = [TokenSequence(f"s{n}", [1, 2, 3], 1) for n in range(3)]
-    job = DumpJob("actor", "megatron", checkpoint, Path("out"), source=Path("in"), engine_args=engine_args)
+    job = DumpJob("actor", "megatron", checkpoint, Path("out"), source=Path("in"), device="cpu")
+    job.parallel, job.engine_args = Parallel(dp=2), engine_args
     manifest = {"coordinates": None}
-    done = launch(job, Checkpoint(checkpoint), sequences, manifest, observer, entry=f"launch_entries:{entry}", world=2)
+    done = launch(job, sequences, manifest, observer, entry=f"launch_entries:{entry}")
     return done, manifest
 
 

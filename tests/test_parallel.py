@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ def check(engine, config, **sizes) -> None:
         ("megatron", DENSE | {"intermediate_size": 97}, {"tp": 2}, "97 MLP features"),
         ("megatron", DENSE | {"num_attention_heads": 6, "num_key_value_heads": 3}, {"tp": 2}, "key-value heads"),
         ("megatron", DENSE, {"pp": 2, "vpp": 4}, "4 layers .* --pp 2 stages of --vpp 4 chunks"),
+        ("megatron", DENSE, {"pp": 3}, "over --pp 3 stages: numbers that fit"),
         ("megatron", DENSE, {"vpp": 2}, "--vpp 2 .* add --pp"),
         ("megatron", DENSE, {"sp": True}, "--sp .* add --tp 2"),
         ("megatron", DENSE, {"ep": 2}, "--ep 2 needs experts"),
@@ -43,6 +45,8 @@ def check(engine, config, **sizes) -> None:
         ("megatron", MOE, {"ep": 2, "dp": 3}, "--ep 2 does not divide --dp 3"),
         ("megatron", DENSE, {"tp": 0}, "--tp 0 cannot work"),
         ("vllm", MOE, {"ep": 2}, "vLLM spreads experts over all --tp 1 ranks"),
+        ("vllm", DENSE, {"tp": 3}, "8 attention heads of model cannot be split evenly over --tp 3"),
+        ("vllm", DENSE, {"dp": 2}, "it is for megatron, fsdp and fsdp1"),
         ("vllm", DENSE, {"cp": 2}, "--cp has no effect on engine vllm: it is for megatron"),
         ("transformers", DENSE, {"tp": 2}, "--tp has no effect on engine transformers: it is for vllm and megatron"),
         ("fsdp", DENSE, {"sp": True}, "--sp has no effect on engine fsdp"),
@@ -134,6 +138,16 @@ def test_a_job_reaches_the_ranks_as_it_is(tmp_path):
     assert told == work
     assert np.array_equal(sequences[0].logprobs, known.logprobs, equal_nan=True)
     assert {**vars(sequences[0]), "logprobs": 0} == {**vars(known), "logprobs": 0}
+
+
+def test_too_few_sequences_or_devices_are_refused_before_anything_starts(monkeypatch):
+    sequences = [TokenSequence("a", [1], 1)]
+    with pytest.raises(UsageError, match="1 sequences cannot be dealt out to 2 data-parallel ranks: lower --dp"):
+        launch.launch(job(dp=2), sequences, {}, None, entry="")
+    monkeypatch.setattr(launch, "pick_device", lambda wanted: "cuda")
+    monkeypatch.setattr(launch, "device_module", lambda kind: SimpleNamespace(device_count=lambda: 3))
+    with pytest.raises(EngineError, match="4 processes need 4 devices, but there are 3: lower --tp, --pp"):
+        launch.launch(job(tp=2, pp=2), sequences, {}, None, entry="")
 
 
 def test_log_probs_of_several_ranks_are_put_together():

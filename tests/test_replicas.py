@@ -16,7 +16,7 @@ from probe.compare.replicas import check_replicas, replicas_gate
 from probe.compare.run import compare_dumps
 from probe.store.checksums import row_checksums
 from probe.store.reader import open_dump
-from probe.store.schema import Sequence
+from probe.store.schema import CHECKSUM, REPLICATED, Sequence
 
 
 def gate_of(report):
@@ -83,7 +83,10 @@ def test_tensors_without_tokens_are_named_by_their_call(tmp_path):
         writer = open_rank(tmp_path, sizes={"tp": 2}, at={"tp": tp})
         rows = segment(1, call=7)
         rows.rows["sequence"] = rows.rows["position"] = -1
-        writer.append("m", "output.0", np.full((1, 2), tp, np.float32), "float32", rows, has_rows=False)
+        mask, dtype, shard = np.full((1, 2), tp, np.float32), "float32", REPLICATED
+        if tp:
+            mask, dtype, shard = row_checksums(mask), "uint64", CHECKSUM
+        writer.append("m", "output.0", mask, dtype, rows, has_rows=False, shard=shard)
         writer.close()
     with open_dump(tmp_path) as dump:
         assert "1 of 1 rows differ, first call 7" in replicas_gate(dump, dump).detail

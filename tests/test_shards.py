@@ -230,10 +230,16 @@ def test_tensors_without_tokens_are_joined_by_call(tmp_path):
     for dp, tp in itertools.product(range(2), range(2)):
         writer = open_rank(tmp_path, sizes={"tp": 2, "dp": 2}, at={"tp": tp, "dp": dp})
         writer.append("m", "output.0", np.full((1, 2), 10 * dp + tp, np.float32), "float32", call, has_rows=False)
+        mask, dtype, shard = np.full((1, 2), dp, np.float32), "float32", REPLICATED
+        if tp:
+            mask, dtype, shard = row_checksums(mask), "uint64", CHECKSUM
+        writer.append("mask", "output.0", mask, dtype, call, has_rows=False, shard=shard)
         writer.close()
     with open_dump(tmp_path) as dump:
-        assert dump.read("m", "output.0").tolist() == [[0, 0], [10, 10]]  # one per data-parallel rank's call
-        assert [(r.rank, r.reference) for r in dump.replicas("m", "output.0")] == [
+        assert dump.read("m", "output.0").tolist() == [[0, 0], [1, 1], [10, 10], [11, 11]]  # undeclared: each its own
+        assert dump.replicas("m", "output.0") == []
+        assert dump.read("mask", "output.0").tolist() == [[0, 0], [1, 1]]  # one per data-parallel rank's call
+        assert [(r.rank, r.reference) for r in dump.replicas("mask", "output.0")] == [
             ("rank tp 1, dp 0", "rank tp 0, dp 0"),
             ("rank tp 1, dp 1", "rank tp 0, dp 1"),
         ]

@@ -19,8 +19,7 @@ from probe.errors import CaptureError
 from probe.hooks.capture import Capture
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.vllm import VllmAdapter
-from probe.hooks.engines.vllm_parallel import refuse_unsupported
-from probe.hooks.engines.vllm_schedule import record_schedule
+from probe.hooks.engines.vllm_model_runner import record_schedule, refuse_unsupported
 from probe.store.reader import open_dump
 from probe.store.writer import DumpWriter
 
@@ -346,8 +345,9 @@ def test_the_runner_is_left_as_it_was(session):
             lambda runner: setattr(runner.vllm_config.parallel_config, "prefill_context_parallel_size", 2),
             "prefill context parallelism",
         ),
+        (lambda runner: setattr(runner.vllm_config.parallel_config, "enable_dbo", True), "dual batch overlap"),
     ],
-    ids=["v2", "speculative", "context-parallel"],
+    ids=["v2", "speculative", "context-parallel", "dual-batch"],
 )
 def test_runners_whose_rows_are_not_certain_are_refused(change, said):
     runner = StandInRunner()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from probe.hooks import weights
-from probe.hooks.engines.base import EngineRows
+from probe.hooks.engines.base import EngineAdapter
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.weights import column_vector, named_sketches, sketch, sketches
 
@@ -170,7 +170,7 @@ def test_sketches_of_tensor_parallel_shards_add_up(out, columns, data):
     assert close(np.concatenate([p.rows for p in parts]), table(weight[0]))
 
 
-class TwoRanks(EngineRows):
+class TwoRanks(EngineAdapter):
     """An adapter whose square weights are split by input columns, as on the second of two ranks."""
 
     def module_path(self, path, module):
@@ -187,4 +187,4 @@ def test_adapters_say_how_parameters_are_split():
     assert found["renamed.weight"].axis == 1 and found["renamed.bias"].axis == -1
     expected = model.square.weight.detach().double().numpy() @ column_vector(4, 4)
     assert close(found["renamed.weight"].rows[:, 0], expected)
-    assert EngineRows(SequenceBook(None)).weight_split("w", model.square.weight, model.square) == (-1, 0)
+    assert EngineAdapter(SequenceBook(None)).weight_split("w", model.square.weight, model.square) == (-1, 0)

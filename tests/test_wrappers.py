@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from probe.errors import CaptureError
 from probe.hooks.debugger import PrecisionDebugger
-from probe.hooks.engines.base import EngineRows
+from probe.hooks.engines.base import EngineAdapter
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.transformers import BatchAdapter
 from probe.hooks.weights import named_sketches
@@ -356,7 +356,7 @@ def test_taps_record_what_a_method_returns_and_are_undone(tmp_path):
         assert np.array_equal(dump.read(name, "inner.0"), dump.read(name, "output.0"))
         assert "work" not in model.layers[number].__dict__
     assert model.layers[0].work == before
-    assert EngineRows.taps(None, "", model) == {}
+    assert EngineAdapter.taps(None, "", model) == {}
 
 
 # -- distributed tensors -----------------------------------------------------------------------------------------------

@@ -122,7 +122,11 @@ def _modules(report: Report, console: Console) -> None:
     if not shown:
         _title(console, "Modules", counts)
         return
-    which = "around the first divergence" if report["first_divergence"] else "nearest to their noise floor"
+    which = "nearest to their noise floor"
+    if report["first_divergence"]:
+        which = "around the first divergence"
+    elif any(layer.get("ratio") is None for layer in shown):
+        which = "not compared or nearest to their noise floor"
     _title(console, "Modules", f"{counts}; {len(shown)} of {len(layers)}, {which}")
     table = _grid([("module", ""), ("verdict", ""), ("relL2", "right"), ("floor", "right"), ("ratio", "right")])
     for layer in shown:

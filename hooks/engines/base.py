@@ -1,4 +1,4 @@
-"""What every engine's adapter shares: numbered sequences, numbered calls, and which rows are kept."""
+"""What a capture must know about an engine, with what all adapters share: numbered sequences and calls, kept rows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.rows import Announced, CallRows
 
 
-class EngineRows:
+class EngineAdapter:
     """Base of the adapters: turns a row grid into the rows of a call, restricted to what is recorded.
 
     ``prompts_only`` keeps rows before each sequence's prompt length; ``token_range`` keeps a closed range of positions.
-    ``logits`` names the tensor that holds the logits. ``tp_rank`` and ``tp_size`` say which of how many tensor-parallel
-    ranks this process is. ``sequence_prefix`` goes before the names that sequences get for want of a uid. While
-    ``paused``, forwards only keep other ranks company and are not recorded.
+    ``logits`` names the tensor that holds the logits. ``runs_after_forward``: modules that belong to a call run after
+    the model's own forward has returned. ``tp_rank`` and ``tp_size`` say which of how many tensor-parallel ranks this
+    process is. ``sequence_prefix`` goes before the names that sequences get for want of a uid. While ``paused``,
+    forwards only keep other ranks company and are not recorded.
     """
 
     name = "module"
@@ -41,31 +42,35 @@ class EngineRows:
             raise UsageError(f"{self.name} knows its sequences by itself", "leave out prompt_lens, lengths and uids")
 
     def module_path(self, path: str, module: torch.nn.Module) -> str | None:
-        """Return the module's path; None for containers, which never run themselves."""
+        """Return the module's path in the dump, None for one that is not hooked: containers never run themselves."""
         return None if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict) else path
 
+    def begin_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRows | None:
+        """Return the rows of the forward that starts now, None (as here) where it serves no real request."""
+        return None
+
     def preferred_layouts(self, path: str, slot: str) -> tuple[str, ...]:
-        """Return no preference: the engine keeps one order throughout."""
+        """Return the layouts to try first for a tensor, which decide where batch and length are equal: none."""
         return ()
 
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> np.ndarray | None:
-        """Return None: every tensor with rows holds all of them."""
+        """Return the call's row numbers that a tensor holds where it holds only some: None, it holds all."""
         return None
 
     def expert_cells(self) -> np.ndarray | None:
-        """Return None: no experts of other ranks serve this one's tokens."""
+        """Return the call's row numbers in the order in which other ranks' experts number them: there are none."""
         return None
 
     def shard_of(self, path: str, slot: str) -> str:
-        """Return "": how a tensor lies over the TP ranks is not declared."""
+        """Return how a tensor lies over the TP ranks (probe.store.schema.SHARDS, never CHECKSUM): not declared."""
         return ""
 
     def taps(self, path: str, module: torch.nn.Module) -> dict[str, str]:
-        """Return no methods: everything worth recording is a module's."""
+        """Return the methods of a module whose results are recorded, and the slot of each: none."""
         return {}
 
     def facts(self, path: str) -> dict[str, Any]:
-        """Return nothing: a module's own attributes say all."""
+        """Return what the engine knows of a module's runs beyond its scalars (JSON values): nothing."""
         return {}
 
     def weight_split(self, name: str, parameter: torch.Tensor, module: torch.nn.Module) -> tuple[int, int]:
@@ -81,7 +86,7 @@ class EngineRows:
         return {}
 
     def end_call(self, output: Any) -> None:
-        """Do nothing: nothing runs after the model's own forward."""
+        """Take note of the output of a forward that has ended: nothing needs it."""
 
     def rows_of_call(self, grid: np.ndarray) -> CallRows:
         """Number the call and return its rows."""

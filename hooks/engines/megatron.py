@@ -10,12 +10,11 @@ import torch
 
 from probe.errors import CaptureError
 from probe.hooks.engines import megatron_moe, megatron_parallel
-from probe.hooks.engines.megatron_parallel import parallel_facts, zigzag
+from probe.hooks.engines.megatron_parallel import zigzag
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.transformers import BatchAdapter, bind_arguments, first_tensor
 from probe.hooks.rows import Announced, CallRows, grid_of
-
-__all__ = ["MegatronAdapter", "parallel_facts"]
+from probe.store.schema import COLUMNS, WHOLE
 
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)(.*)$")
 _EXPERT = re.compile(r"^(.*\.local_experts)\.(\d+)(.*)$")
@@ -45,13 +44,13 @@ class MegatronAdapter(BatchAdapter):
 
     def __init__(self, book: SequenceBook, *, prompts_only: bool = False) -> None:
         super().__init__(book, prompts_only=prompts_only)
-        self.paused = False
         self.here = megatron_parallel.ranks()
         self.tp_rank, self.tp_size = self.here.tp, self.here.tp_size
         self.sequence_prefix = f"d{self.here.dp}." if self.here.dp_size > 1 else ""
         self._split_rows = False
+        self._own_rows = _NO_ROWS
         self._latent = False
-        self._root_shard = ""
+        self._root_shard = WHOLE
         self._global_layer: dict[str, str] = {}
         self._local_experts: dict[str, int] = {}
         self._dispatchers: dict[str, Any] = {}
@@ -70,7 +69,7 @@ class MegatronAdapter(BatchAdapter):
             self._local_experts[path] = len(module)
         if super().module_path(path, module) is None or type(module).__name__ in _IDENTITIES:
             return None
-        self._latent |= path.endswith(".linear_kv_down_proj")
+        self._latent |= path.endswith(megatron_parallel.LATENT)
         if (expert := _EXPERT.match(path)) is not None:
             number = self.here.ep * self._local_experts.get(expert[1], 0) + int(expert[2])
             path = f"{expert[1]}.{number}{expert[3]}"
@@ -96,7 +95,7 @@ class MegatronAdapter(BatchAdapter):
     def shard_of(self, path: str, slot: str) -> str:
         """Return what a tensor-parallel rank holds of a tensor, from the table of :mod:`.megatron_parallel`."""
         if not path or _PART.match(path):
-            return self._root_shard if not path and slot.startswith("output") else ""
+            return self._root_shard if not path and slot.startswith("output") else WHOLE
         return megatron_parallel.shard_of(path, slot, self.here, self._split_rows, self._latent)
 
     def taps(self, path: str, module: torch.nn.Module) -> dict[str, str]:
@@ -123,11 +122,11 @@ class MegatronAdapter(BatchAdapter):
         named = bind_arguments(module, args, kwargs)
         self._split_rows = megatron_parallel.sequence_parallel(module)
         if self.paused:
-            self._shape = self._batch_shape(module, named)
+            self._note_shape(self._batch_shape(module, named))
             nobody = np.full(self._shape, -1)
             return self.rows_of_call(grid_of(nobody, nobody, nobody))
         has_logits = getattr(module, "post_process", True) and first_tensor(named, "labels") is None
-        self._root_shard = "columns" if has_logits and not named.get("runtime_gather_output") else ""
+        self._root_shard = COLUMNS if has_logits and not named.get("runtime_gather_output") else WHOLE
         packed = named.get("packed_seq_params")
         if packed is not None:
             grid = self._packed_grid(module, named, packed)
@@ -135,8 +134,12 @@ class MegatronAdapter(BatchAdapter):
             grid = self._padded_grid(module, named)
         else:
             grid = self._grid(module, named)
-        self._shape, self._logits_to_keep = grid.shape, 0
+        self._note_shape(grid.shape)
         return self.rows_of_call(grid)
+
+    def _note_shape(self, shape: tuple[int, int]) -> None:
+        self._shape, self._logits_to_keep = shape, 0
+        self._own_rows = megatron_parallel.local_rows(shape, self.here, self._split_rows)
 
     @property
     def _shares_experts(self) -> bool:
@@ -144,8 +147,7 @@ class MegatronAdapter(BatchAdapter):
 
     def expert_cells(self) -> np.ndarray | None:
         """Return this rank's rows of the call in the order of its layers, where other ranks' experts serve them."""
-        shared = self._shares_experts
-        return megatron_parallel.local_rows(self._shape, self.here, self._split_rows) if shared else None
+        return self._own_rows if self._shares_experts else None
 
     def _needs_cells(self, named: dict[str, Any]) -> bool:
         """Tell whether ids and masks do not describe the batch: a share of it, a later stage, or a filled-up batch."""
@@ -155,7 +157,7 @@ class MegatronAdapter(BatchAdapter):
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> np.ndarray | None:
         """Return the rows that sequence parallelism left this rank, or that an expert was given."""
         if ".mlp.experts" in path:
-            return self._expert_rows(path, slot, tensor)
+            return self._expert_rows(path, tensor)
         if path in self._routers and megatron_moe.replays(self._routers[path]):
             self._replayed.add(path)
         if not self._split_rows:
@@ -165,9 +167,9 @@ class MegatronAdapter(BatchAdapter):
         flat = tensor.dim() == 2 and len(tensor) == part * batch and tuple(tensor.shape) != self._shape
         if tuple(tensor.shape[:2]) != (part, batch) and not flat:
             return None
-        return megatron_parallel.local_rows(self._shape, self.here, True)
+        return self._own_rows
 
-    def _expert_rows(self, path: str, slot: str, tensor: torch.Tensor) -> np.ndarray:
+    def _expert_rows(self, path: str, tensor: torch.Tensor) -> np.ndarray:
         block, _, inside = path.partition(".experts")
         match = re.match(r"\.local_experts\.(\d+)", inside)
         dispatcher = self._dispatchers.get(block)

@@ -16,6 +16,15 @@ from probe.hooks.rows import foreign_rows
 from probe.store.schema import CELLS, COLUMNS, PARTIAL, REPLICATED, WHOLE
 
 _STATE = "megatron.core.parallel_state"
+_GROUPS = {
+    "tp": "tensor_model_parallel",
+    "pp": "pipeline_model_parallel",
+    "cp": "context_parallel",
+    "ep": "expert_model_parallel",
+    "dp": "data_parallel",
+    "etp": "expert_tensor_parallel",
+}
+"""Axis -> Megatron's name of the group, in ``get_NAME_rank`` and ``get_NAME_world_size``."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +55,12 @@ def ranks() -> Ranks:
     state = sys.modules.get(_STATE)
     if state is None or not state.model_parallel_is_initialized():
         return Ranks()
-    return Ranks(
-        tp=state.get_tensor_model_parallel_rank(),
-        tp_size=state.get_tensor_model_parallel_world_size(),
-        pp=state.get_pipeline_model_parallel_rank(),
-        pp_size=state.get_pipeline_model_parallel_world_size(),
-        cp=state.get_context_parallel_rank(),
-        cp_size=state.get_context_parallel_world_size(),
-        ep=state.get_expert_model_parallel_rank(),
-        ep_size=state.get_expert_model_parallel_world_size(),
-        dp=state.get_data_parallel_rank(),
-        dp_size=state.get_data_parallel_world_size(),
-        etp=state.get_expert_tensor_parallel_rank(),
-        etp_size=state.get_expert_tensor_parallel_world_size(),
-        vpp=state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        sharing=_sharing(state),
-    )
+    found: dict[str, int] = {}
+    for axis, group in _GROUPS.items():
+        found[axis] = getattr(state, f"get_{group}_rank")()
+        found[f"{axis}_size"] = getattr(state, f"get_{group}_world_size")()
+    vpp = state.get_virtual_pipeline_model_parallel_world_size() or 1
+    return Ranks(**found, vpp=vpp, sharing=_sharing(state))
 
 
 def _sharing(state: Any) -> tuple[int, ...]:
@@ -119,7 +118,7 @@ SHARDS: dict[str, dict[str, str]] = {
 }
 """By the last part of a module's path and the kind of slot: what a tensor-parallel rank holds. Anything else outside
 attention and MLP is the same on all ranks, or with sequence parallelism other rows on each."""
-_LATENT = "self_attention.linear_kv_down_proj"
+LATENT = ".linear_kv_down_proj"
 """Where it exists, attention is DeepSeek's, and its norms act on latents that no rank splits."""
 _LATENT_NORMS = ("q_layernorm", "kv_layernorm")
 

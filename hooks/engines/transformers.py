@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from probe.errors import CaptureError
-from probe.hooks.engines.base import EngineRows
+from probe.hooks.engines.base import EngineAdapter
 from probe.hooks.engines.batches import Cells, numpy_of, read_cells, read_mask, read_positions
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.rows import Announced, CallRows, grid_of
@@ -38,7 +38,7 @@ HEADS_FIRST = {
 """Classes of attention in transformers -> children that it calls with [batch, heads, position, features]."""
 
 
-class BatchAdapter(EngineRows):
+class BatchAdapter(EngineAdapter):
     """Rows of models that take one batch [batch, position] per call, padded on either side or packed.
 
     The caller may announce the sequences of the next call; else each batch row is a new sequence, or the last call's

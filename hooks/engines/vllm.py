@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 
 from probe.errors import CaptureError
 from probe.hooks.engines import vllm_moe
-from probe.hooks.engines.base import EngineRows
+from probe.hooks.engines.base import EngineAdapter
 from probe.hooks.engines.sequences import SequenceBook
-from probe.hooks.engines.vllm_parallel import Place, ShardMap, weight_split
+from probe.hooks.engines.vllm_parallel import RankPlace, ShardMap, weight_split
 from probe.hooks.rows import Announced, CallRows, grid_of
 
 LOGITS_MODULE = "logits_processor"
@@ -28,7 +27,7 @@ class Piece:
     version: int
 
 
-class VllmAdapter(EngineRows):
+class VllmAdapter(EngineAdapter):
     """Rows of a vLLM model runner's passes.
 
     A pass concatenates the scheduled tokens of each request in the order of the runner's input batch. A row's request
@@ -49,7 +48,7 @@ class VllmAdapter(EngineRows):
         *,
         prompts_only: bool = False,
         prompt_lens: dict[str, int] | None = None,
-        place: Place | None = None,
+        place: RankPlace | None = None,
     ) -> None:
         super().__init__(book, prompts_only=prompts_only)
         self.runner = runner
@@ -236,32 +235,3 @@ class VllmAdapter(EngineRows):
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str, place: int) -> torch.Tensor | None:
     value = kwargs.get(name, args[place] if len(args) > place else None)
     return value if isinstance(value, torch.Tensor) else None
-
-
-def find_runner(model: Any) -> Any:
-    """Return the vLLM model runner that holds ``model`` (an in-process ``LLM`` or a bare model), None for others."""
-    executor = getattr(getattr(model, "llm_engine", None), "model_executor", None)
-    worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
-    if worker is not None:
-        return worker.model_runner
-    if not type(model).__module__.startswith(("vllm.", "vllm_ascend.")):
-        return None
-    if hasattr(model, "llm_engine"):
-        raise CaptureError(
-            "this vllm.LLM runs its model in another process",
-            "set VLLM_ENABLE_V1_MULTIPROCESSING=0, or use 'probe dump --stage rollout'",
-        )
-    # vLLM's model does not know its runner, whose batch bookkeeping says which row is which request
-    candidates = (o for o in _live_objects() if type(o).__name__.endswith("ModelRunner"))
-    return next((o for o in candidates if getattr(o, "model", None) is model), None)
-
-
-def _live_objects() -> list[Any]:
-    """Return what the garbage collector tracks, with what vLLM has frozen to spare it work (its runner is there)."""
-    frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    try:
-        return gc.get_objects()
-    finally:
-        if frozen:
-            gc.freeze()

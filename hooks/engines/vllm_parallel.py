@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from probe.errors import CaptureError
 from probe.store.schema import COLUMNS, PARTIAL, REPLICATED, WHOLE
 
 PLACES: tuple[tuple[str, str, str], ...] = (
@@ -119,7 +118,7 @@ def weight_split(name: str, parameter: torch.Tensor, module: Any) -> tuple[int, 
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Sizes of the parallel groups, this rank's number in each, and its number among all ranks."""
 
     topology: dict[str, Any]
@@ -128,7 +127,7 @@ class Place:
     world_size: int
 
 
-def place_of(runner: Any) -> Place:
+def place_of(runner: Any) -> RankPlace:
     """Return where this process stands, from vLLM's configuration and its process groups."""
     from vllm.distributed import parallel_state
 
@@ -141,46 +140,4 @@ def place_of(runner: Any) -> Place:
         sizes["ep"], numbers["ep"] = ep.world_size, ep.rank_in_group
     within = tp.world_size * pp.world_size
     rank = (numbers["dp"] * pp.world_size + numbers["pp"]) * tp.world_size + numbers["tp"]
-    return Place(sizes, numbers, rank, within * dp.world_size)
-
-
-UNSUPPORTED: tuple[tuple[str, Any, str, str], ...] = (
-    ("speculative_config", None, "speculative decoding runs rows of tokens that it then rejects", "switch it off"),
-    (
-        "parallel_config.prefill_context_parallel_size",
-        1,
-        "prefill context parallelism cuts prompts between ranks",
-        "use prefill_context_parallel_size=1",
-    ),
-    ("parallel_config.enable_dbo", False, "dual batch overlap runs two halves of a batch at once", "switch it off"),
-)
-"""(entry of vLLM's configuration, the value rows can be told apart with, why, what to do)."""
-
-
-def refuse_unsupported(runner: Any) -> None:
-    """Raise CaptureError for a runner whose rows would not be known for certain."""
-    if getattr(runner, "input_batch", None) is None:
-        raise CaptureError(
-            "this vLLM uses its second-generation model runner, whose batches are not known outside it",
-            "set VLLM_USE_V2_MODEL_RUNNER=0",
-        )
-    for entry, fine, reason, fix in UNSUPPORTED:
-        value: Any = runner.vllm_config
-        for name in entry.split("."):
-            value = getattr(value, name, fine)
-        if value != fine:
-            raise CaptureError(f"vLLM's {entry.rpartition('.')[2]} cannot be dumped: {reason}", fix)
-
-
-def prepare_stage(runner: Any, model: torch.nn.Module) -> None:
-    """Give a later pipeline stage the buffer for what it receives, where vLLM has made none.
-
-    vLLM makes it in its profiling pass, which it leaves out on a CPU in eager mode; the first forward then fails.
-    """
-    from vllm.distributed import parallel_state
-
-    if parallel_state.get_pp_group().is_first_rank or getattr(runner, "intermediate_tensors", 0) is not None:
-        return
-    runner.intermediate_tensors = model.make_empty_intermediate_tensors(
-        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-    )
+    return RankPlace(sizes, numbers, rank, within * dp.world_size)

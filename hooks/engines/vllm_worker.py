@@ -16,8 +16,8 @@ import torch
 from probe.hooks.capture import Capture
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.vllm import VllmAdapter
-from probe.hooks.engines.vllm_parallel import place_of, prepare_stage, refuse_unsupported, weight_split
-from probe.hooks.engines.vllm_schedule import record_schedule
+from probe.hooks.engines.vllm_model_runner import model_of, prepare_stage, record_schedule, refuse_unsupported
+from probe.hooks.engines.vllm_parallel import place_of, weight_split
 from probe.hooks.weights import sketches
 from probe.store.schema import WeightSketch
 from probe.store.writer import DumpWriter
@@ -57,8 +57,8 @@ class ProbeWorker:
         manifest |= {"topology": place.topology, "coordinates": place.coordinates}
         path = Path(wanted["folder"]) / f"rank{place.rank}.h5"
         writer = DumpWriter(path, manifest, block_bytes=wanted["block_bytes"])
-        model = runner.get_model() if hasattr(runner, "get_model") else runner.model
-        prepare_stage(runner, model)
+        model = model_of(runner)
+        prepare_stage(runner)
         known = {"prompts_only": wanted["prompts_only"], "prompt_lens": wanted["prompt_lens"]}
         adapter = VllmAdapter(SequenceBook(writer), runner, place=place, **known)
         self._probe = capture = Capture(writer, adapter)

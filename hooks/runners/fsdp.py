@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from probe.checkpoint import Checkpoint
-from probe.errors import EngineError, UsageError
 from probe.hooks.device import device_module, pick_device
 from probe.hooks.engines.transformers import BatchAdapter
 from probe.hooks.runners.inprocess import capturing, micro_batches, torch_dtype
@@ -27,15 +26,7 @@ def run(
 ) -> list[TokenSequence]:
     """Run the job and return its sequences with log-probs; ``manifest`` gains what only the engine knows."""
     torch_dtype(manifest["dtype"])
-    world = job.parallel.dp
-    if len(sequences) < world:
-        problem = f"{len(sequences)} sequences cannot be dealt out to {world} data-parallel ranks"
-        raise UsageError(problem, "lower --dp or give more sequences")
-    device = pick_device(job.device)
-    if device != "cpu" and device_module(device).device_count() < world:
-        count = device_module(device).device_count()
-        raise EngineError(f"{world} processes need {world} devices, but there are {count}", "lower --dp")
-    return launch(job, checkpoint, sequences, manifest, observer, entry=ENTRY, world=world)
+    return launch(job, sequences, manifest, observer, entry=ENTRY)
 
 
 def rank_main(

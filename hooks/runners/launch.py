@@ -27,8 +27,8 @@ import numpy as np
 
 import probe
 from probe import errors
-from probe.checkpoint import Checkpoint
-from probe.errors import EngineError, ProbeError
+from probe.errors import EngineError, ProbeError, UsageError
+from probe.hooks.device import device_module, pick_device
 from probe.hooks.runners.job import DumpJob, Observer, Parallel, Sampling, TokenSequence
 
 log = logging.getLogger("probe")
@@ -42,21 +42,16 @@ _PATHS = ("model", "output", "prompts", "source")
 
 
 def launch(
-    job: DumpJob,
-    checkpoint: Checkpoint,
-    sequences: list[TokenSequence],
-    manifest: dict[str, Any],
-    observer: Observer,
-    *,
-    entry: str,
-    world: int,
+    job: DumpJob, sequences: list[TokenSequence], manifest: dict[str, Any], observer: Observer, *, entry: str
 ) -> list[TokenSequence]:
-    """Run ``entry`` in ``world`` processes and return the sequences with the tokens and log-probs they found.
+    """Run ``entry`` in as many processes as the job's split takes; return the sequences with the log-probs they found.
 
     ``entry`` is ``package.module:function`` with the signature of a runner's ``run``. Each rank returns the sequences
-    that it scored, with NaN where another rank scores; ``manifest`` takes over what rank 0 added to its own. Raises the
-    error of the rank that failed first.
+    that it scored, with NaN where another rank scores; ``manifest`` takes over what rank 0 added to its own. Raises
+    UsageError or EngineError where sequences or devices are too few, and the error of the rank that failed first.
     """
+    world = job.parallel.world
+    _check_enough(job, world, len(sequences))
     with tempfile.TemporaryDirectory(prefix="probe-ranks-") as name:
         folder = Path(name)
         work = {
@@ -74,6 +69,16 @@ def launch(
         results = [json.loads((folder / RESULT.format(rank=rank)).read_text()) for rank in range(world)]
     manifest.update({key: value for key, value in results[0]["manifest"].items() if key != "coordinates"})
     return _joined(sequences, [unpacked(entry) for result in results for entry in result["sequences"]])
+
+
+def _check_enough(job: DumpJob, world: int, sequences: int) -> None:
+    if sequences < job.parallel.dp:
+        problem = f"{sequences} sequences cannot be dealt out to {job.parallel.dp} data-parallel ranks"
+        raise UsageError(problem, "lower --dp or give more sequences")
+    device = pick_device(job.device)
+    if device != "cpu" and (count := device_module(device).device_count()) < world:
+        axes = ", ".join(f"--{axis}" for axis in ("tp", "pp", "cp", "dp") if getattr(job.parallel, axis) > 1)
+        raise EngineError(f"{world} processes need {world} devices, but there are {count}", f"lower {axes}")
 
 
 def read_work(folder: Path) -> tuple[dict[str, Any], DumpJob, list[TokenSequence]]:

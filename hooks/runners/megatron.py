@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from probe.checkpoint import Checkpoint
-from probe.errors import EngineError, UsageError
+from probe.errors import UsageError
 from probe.hooks.device import pick_device
-from probe.hooks.engines.megatron import MegatronAdapter, parallel_facts
+from probe.hooks.engines.megatron import MegatronAdapter
+from probe.hooks.engines.megatron_parallel import parallel_facts
 from probe.hooks.runners.inprocess import capturing, torch_dtype
 from probe.hooks.runners.job import DumpJob, Observer, TokenSequence
 from probe.hooks.runners.launch import launch
@@ -29,15 +30,9 @@ def run(
     if job.layout not in LAYOUTS:
         raise UsageError(f"unknown batch layout {job.layout!r}", f"use one of {', '.join(LAYOUTS)}")
     torch_dtype(manifest["dtype"])
-    world = job.parallel.world
-    if world == 1:
+    if job.parallel.world == 1:
         return rank_main(job, checkpoint, sequences, manifest, observer)
-    if len(sequences) < job.parallel.dp:
-        problem = f"{len(sequences)} sequences cannot be dealt out to {job.parallel.dp} data-parallel ranks"
-        raise UsageError(problem, "lower --dp or give more sequences")
-    if pick_device(job.device) == "cuda" and torch.cuda.device_count() < world:
-        raise EngineError(f"{world} processes need {world} GPUs, but there are {torch.cuda.device_count()}")
-    return launch(job, checkpoint, sequences, manifest, observer, entry=ENTRY, world=world)
+    return launch(job, sequences, manifest, observer, entry=ENTRY)
 
 
 def rank_main(

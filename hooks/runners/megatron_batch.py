@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from probe.errors import EngineError, UsageError
 from probe.hooks.engines.megatron_parallel import zigzag
-
-if TYPE_CHECKING:
-    import torch
 
 PADDED, PACKED = "padded", "packed"
 
@@ -91,8 +89,6 @@ def packed(sequences: Sequence[Sequence[int]], multiple: int = 1, device: str = 
 
 
 def _padded(sequences: Sequence[Sequence[int]], form: Form, device: str) -> Batch:
-    import torch
-
     width = form.width or max(form.lengths(sequences))
     positions = zigzag(width, form.cp_size, form.cp)
     cells = np.broadcast_to(positions, (form.rows or len(sequences), len(positions)))
@@ -105,7 +101,6 @@ def _padded(sequences: Sequence[Sequence[int]], form: Form, device: str) -> Batc
 
 
 def _packed(sequences: Sequence[Sequence[int]], form: Form, device: str) -> Batch:
-    import torch
     from megatron.core.packed_seq_params import PackedSeqParams
 
     widths = form.lengths(sequences)
@@ -135,8 +130,6 @@ def _batch(
     params: Any,
     device: str,
 ) -> Batch:
-    import torch
-
     ids = np.zeros(sequence.shape, np.int64)
     for index, tokens in enumerate(sequences):
         mine = sequence == index
@@ -151,8 +144,6 @@ def forward(model: Any, batch: Batch) -> torch.Tensor:
     Raises EngineError for a token outside the vocabulary and for packed sequences on a layer specification that
     refuses them.
     """
-    import torch
-
     largest = int(batch.input_ids.max())
     if int(batch.input_ids.min()) < 0 or largest >= model.vocab_size:
         raise EngineError(

@@ -11,6 +11,8 @@ import logging
 from functools import cache
 from typing import Any
 
+import torch
+
 from probe.hooks.engines.megatron_parallel import ranks, zigzag
 
 REPLACED = (
@@ -36,7 +38,6 @@ def apply_cpu_support(log: logging.Logger | None = None) -> None:
     """
     if _state["applied"]:
         return
-    import torch
     from megatron.core.fusions import fused_softmax
     from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -115,8 +116,6 @@ def _places(packed_seq_params: Any, query: Any, size: int, rank: int) -> tuple[A
     Packed: ``[tokens]``; padded: ``[positions, batch]``. Padding at the end of a sequence counts as part of it: causal
     attention keeps it from the real tokens.
     """
-    import torch
-
     if packed_seq_params is None:
         length, batch = query.shape[0] * size, query.shape[1]
         rows = torch.from_numpy(zigzag(length, size, rank)).to(query.device)
@@ -131,7 +130,6 @@ def _places(packed_seq_params: Any, query: Any, size: int, rank: int) -> tuple[A
 
 def _whole(share: Any, places: list[tuple[Any, Any]]) -> Any:
     """Gather ``[..., heads, dim]`` from all context-parallel ranks and spread it over ``[longest, sequences, ...]``."""
-    import torch
     from megatron.core import parallel_state
 
     shares = [share]
@@ -154,22 +152,16 @@ class LocalNorm:
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
         """Return the module."""
-        import torch
-
         return torch.nn.RMSNorm(hidden_size, eps=eps)
 
 
 def _causal_mask(length: int, device: Any = "cpu") -> Any:
     """Return the boolean causal mask ``[length, length]``; True hides a position."""
-    import torch
-
     return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
 
 
 def _rotary_share(frequencies: Any, seq_dim: int, cp_group: Any) -> Any:
     """Return the rotary frequencies of the positions that this context-parallel rank holds."""
-    import torch
-
     positions = zigzag(frequencies.shape[seq_dim], cp_group.size(), cp_group.rank())
     return frequencies.index_select(seq_dim, torch.from_numpy(positions).to(frequencies.device))
 
@@ -178,14 +170,10 @@ class _TorchOnCpu:
     """The torch that Megatron's pipeline schedules see: their counters are made where the run is."""
 
     def __getattr__(self, name: str) -> Any:
-        import torch
-
         return getattr(torch, name)
 
     def zeros(self, *size: Any, **options: Any) -> Any:
         """Return zeros on the CPU."""
-        import torch
-
         return torch.zeros(*size, **{**options, "device": "cpu"})
 
 
@@ -195,6 +183,4 @@ def _nothing(*arguments: Any) -> None:
 
 def _cpu_device() -> Any:
     """Stand in for ``torch.cuda.current_device``."""
-    import torch
-
     return torch.device("cpu")

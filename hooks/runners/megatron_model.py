@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from probe.checkpoint import Checkpoint
 from probe.errors import EngineError
 from probe.hooks.engines.megatron_parallel import ranks
@@ -61,7 +63,7 @@ def build_chunks(
     and Megatron's model parallel state when nobody has. Raises CheckpointError and EngineError.
     """
     shape = model_shape(checkpoint, vocab_multiple * parallel.tp)
-    torch = require_megatron()
+    require_megatron()
     if dtype not in DTYPES:
         raise EngineError(f"Megatron cannot run in dtype {dtype!r}", f"choose one of {', '.join(DTYPES)}")
     _prepare_device(device, log)
@@ -97,16 +99,14 @@ def _build_chunk(shape: ModelShape, config: Any, device: str, stage: int | None)
     )
 
 
-def require_megatron() -> Any:
-    """Import torch and Megatron-core and return torch; raise EngineError with the install command when one fails."""
+def require_megatron() -> None:
+    """Import Megatron-core without its noise; raise EngineError with the install command where that fails."""
     try:
         with without_noise():
-            torch = import_module("torch")
             for module in ("megatron.core.models.gpt", "megatron.core.models.gpt.gpt_layer_specs"):
                 import_module(module)
     except ImportError as error:
         raise EngineError(f"Megatron-core cannot be imported ({error})", INSTALL) from error
-    return torch
 
 
 @contextmanager
@@ -119,8 +119,6 @@ def without_noise() -> Iterator[None]:
 
 def _prepare_device(device: str, log: logging.Logger | None) -> None:
     """Select the device, with CPU support where it is the CPU."""
-    import torch
-
     if device == "cpu":
         apply_cpu_support(log)
         return
@@ -163,7 +161,6 @@ def _ensure_parallel_state(device: str, parallel: Parallel) -> None:
 
 def _transformer_config(shape: ModelShape, dtype: Any, device: str, parallel: Parallel) -> Any:
     """Build the TransformerConfig of a shape."""
-    import torch
     from megatron.core.transformer import TransformerConfig
 
     return TransformerConfig(

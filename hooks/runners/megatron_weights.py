@@ -10,17 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from probe import layout
 from probe.checkpoint import Checkpoint
 from probe.errors import CheckpointError
 from probe.hooks.engines.megatron_parallel import parallel_axis, ranks
-
-if TYPE_CHECKING:
-    from probe.hooks.runners.megatron_config import ModelShape
+from probe.hooks.runners.megatron_config import ModelShape
 
 Dims = tuple[str, ...]
 
@@ -161,8 +160,6 @@ def load_weights(chunks: Sequence[Any], checkpoint: Checkpoint, shape: ModelShap
     Only one Megatron parameter is held in numpy at a time. Raises CheckpointError, with the tensor's name, when a
     tensor is missing, unexpected or of another shape than config.json says.
     """
-    import torch
-
     names, first_expert = set(checkpoint.names()), _first_expert(shape)
     used: set[str] = set()
     with torch.no_grad():

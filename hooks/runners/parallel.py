@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,6 +13,11 @@ from probe.manifest import layout_facts
 OPTIONS = {field.name: f"--{field.name}" for field in fields(Parallel)}
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Where the families write the number of routed experts into config.json."""
+
+
+def listed(engines: Sequence[str]) -> str:
+    """Return names as a sentence counts them up: "a", "a and b", "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(engines[:-1]), *engines[-1:])))
 
 
 def completed(engine: str, parallel: Parallel) -> Parallel:
@@ -31,7 +36,7 @@ def check_parallel(job: DumpJob, engine: Engine, config: dict[str, Any]) -> None
             raise UsageError(f"{option} {value} cannot work", "give at least 1")
         if value != getattr(default, name) and name not in engine.parallel:
             able = [other for other, entry in ENGINES.items() if name in entry.parallel]
-            raise UsageError(f"{option} has no effect on engine {job.engine}", f"it is for {' and '.join(able)}")
+            raise UsageError(f"{option} has no effect on engine {job.engine}", f"it is for {listed(able)}")
     if wanted.ep > 1:
         _check_experts(job, config)
     if job.engine in CHECKS:
@@ -48,8 +53,8 @@ def _check_experts(job: DumpJob, config: dict[str, Any]) -> None:
 
 def _check_megatron(job: DumpJob, config: dict[str, Any]) -> None:
     wanted, sizes = job.parallel, layout_facts(config)
-    heads, groups = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     stages = wanted.pp * wanted.vpp
+    over = f"--pp {wanted.pp} stages" + (f" of --vpp {wanted.vpp} chunks" if wanted.vpp > 1 else "")
     if wanted.sp and wanted.tp == 1:
         raise UsageError("--sp splits the positions between the tensor-parallel ranks, and there is one", "add --tp 2")
     if wanted.vpp > 1 and wanted.pp == 1:
@@ -57,17 +62,24 @@ def _check_megatron(job: DumpJob, config: dict[str, Any]) -> None:
     if wanted.dp % wanted.ep:
         problem = f"--ep {wanted.ep} does not divide --dp {wanted.dp}"
         raise UsageError(problem, "Megatron spreads experts over the data-parallel ranks: leave out --dp")
+    _check_heads(job, config)
     for what, count, parts, option in (
-        ("attention heads", heads, wanted.tp, f"--tp {wanted.tp}"),
         ("MLP features", sizes["intermediate_size"], wanted.tp, f"--tp {wanted.tp}"),
-        ("layers", sizes["num_layers"], stages, f"--pp {wanted.pp} stages of --vpp {wanted.vpp} chunks"),
+        ("layers", sizes["num_layers"], stages, over),
     ):
         if count % parts:
             raise UsageError(f"the {count} {what} of {job.model} cannot be split evenly over {option}", _even(count))
-    if groups % wanted.tp and wanted.tp % groups:
-        problem = (
-            f"the {groups} key-value heads of {job.model} neither divide --tp {wanted.tp} nor are a multiple of it"
+
+
+def _check_heads(job: DumpJob, config: dict[str, Any]) -> None:
+    tp, sizes = job.parallel.tp, layout_facts(config)
+    heads, groups = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if heads and heads % tp:
+        raise UsageError(
+            f"the {heads} attention heads of {job.model} cannot be split evenly over --tp {tp}", _even(heads)
         )
+    if groups and groups % tp and tp % groups:
+        problem = f"the {groups} key-value heads of {job.model} neither divide --tp {tp} nor are a multiple of it"
         raise UsageError(problem, _even(groups))
 
 
@@ -75,6 +87,7 @@ def _check_vllm(job: DumpJob, config: dict[str, Any]) -> None:
     if job.parallel.ep not in (1, job.parallel.tp):
         problem = f"vLLM spreads experts over all --tp {job.parallel.tp} ranks, not over --ep {job.parallel.ep}"
         raise UsageError(problem, f"give --ep {job.parallel.tp} or leave it out")
+    _check_heads(job, config)
 
 
 def _even(count: int) -> str:

@@ -57,7 +57,7 @@ def main(folder: Path) -> int:
     except ProbeError as error:
         _write_error(folder, rank, error.slug, error.problem, error.fix)
         return 1
-    except Exception as error:
+    except Exception as error:  # whatever the engine raises: the parent must learn why this rank is gone
         traceback.print_exc()
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         _write_error(folder, rank, "", reason, "")

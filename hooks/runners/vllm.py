@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,7 +173,9 @@ def _start(job: DumpJob, arguments: dict[str, Any]) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:400]
+    words = " ".join(str(error).split())
+    words = re.sub(r"^\d+ validation errors? for \w+ (Value error, )?", "", words)  # pydantic's frame around the cause
+    return words.partition(" [type=")[0].rstrip(".")[:400]
 
 
 def _generate(llm: Any, job: DumpJob, sequences: list[TokenSequence], observer: Observer) -> list[Any]:

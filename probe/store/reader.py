@@ -22,13 +22,18 @@ from probe.store.validate import DAMAGED, json_object, json_shape, reading, text
 
 
 def open_dump(path: str | Path, step: int | None = None) -> Dump:
-    """Open the dump of one stage (``DIR/rollout``) and return a :class:`Dump`.
+    """Open the dump of one stage (``DIR/rollout``), or of one step of it, and return a :class:`Dump`.
 
-    ``step`` picks a training step; the first one by default. Files still named ``.partial`` (a killed run) are read as
-    far as they were flushed. Raises DumpError or EmptyDumpError with one sentence.
+    ``step`` picks a training step; the first one by default, and ``Dump.unread`` then lists the folders of the others.
+    Files still named ``.partial`` (a killed run) are read as far as they were flushed. Raises DumpError or
+    EmptyDumpError with one sentence.
     """
     root = Path(path)
-    return open_files(root, _locate(root, step))
+    files = _locate(root, step)
+    dump = open_files(root, files)
+    if step is None:
+        dump.unread = [folder for folder in _step_folders(root) if folder != files[0].parent]
+    return dump
 
 
 def open_files(root: Path, files: list[Path]) -> Dump:
@@ -53,8 +58,7 @@ def open_files(root: Path, files: list[Path]) -> Dump:
 def _locate(root: Path, step: int | None) -> list[Path]:
     if not root.is_dir():
         raise DumpError(f"there is no dump at {root}", "name the folder that 'probe dump -o' wrote")
-    found = [*root.glob("*/step*"), *root.glob("step*")]
-    folders = sorted((p for p in found if p.name[4:].isdecimal()), key=lambda p: int(p.name[4:]))
+    folders = _step_folders(root) or [root]  # which may itself be the folder of a step
     stages = sorted({folder.parent.name for folder in folders})
     if len(stages) > 1:
         raise DumpError(f"{root} holds the stages {', '.join(stages)}", "name the folder of one stage")
@@ -68,6 +72,12 @@ def _locate(root: Path, step: int | None) -> list[Path]:
     if nested:
         raise DumpError(f"{root} is not one dump but holds {', '.join(sorted(nested))}", "name one of them")
     raise EmptyDumpError(f"{root} holds no dump file (STAGE/stepN/*.h5)", "name the folder that 'probe dump -o' wrote")
+
+
+def _step_folders(root: Path) -> list[Path]:
+    """Return the folders of the steps of a dump in order."""
+    found = [*root.glob("*/step*"), *root.glob("step*")]
+    return sorted((p for p in found if p.name[4:].isdecimal()), key=lambda p: int(p.name[4:]))
 
 
 def _leading(files: list[Path]) -> int:
@@ -97,8 +107,9 @@ class Dump:
     """One stage and step of a run, read lazily: tables are in memory, tensors stay on disk until asked for.
 
     What the ranks of a run stored of one tensor or parameter is joined. ``lost`` says in a phrase each which files are
-    missing or unfinished; ``complete`` is False where there is any. ``joined_weights`` has, per parameter, its shards
-    and what is wrong with them; ``weights`` the whole ones.
+    missing or unfinished; ``complete`` is False where there is any. ``unread`` has the folders of the steps that
+    were not opened. ``joined_weights`` has, per parameter, its shards and what is wrong with them; ``weights`` the
+    whole ones.
     """
 
     def __init__(self, path: Path, manifests: list[dict[str, Any]], parts: list[Part]) -> None:
@@ -106,6 +117,7 @@ class Dump:
         self.path, self.manifest = path, manifests[_leading(files)]
         self.lost = _lost(files, manifests)
         self.complete = not self.lost
+        self.unread: list[Path] = []
         self._parts, self._places = parts, places_of(files, manifests)
         self._tp = topology_of(manifests)["tp"]
         self.sequences: list[Sequence] = self._sequence_list()

@@ -14,7 +14,7 @@ import numpy as np
 
 from probe.errors import DumpError
 from probe.store.places import Place, absent_ranks
-from probe.store.schema import CHECKSUM, COLUMNS, PARTIAL, ROW
+from probe.store.schema import CHECKSUM, COLUMNS, PARTIAL, ROW, WHOLE
 from probe.store.validate import DAMAGED
 
 
@@ -158,7 +158,10 @@ def _join_copies(pieces: Sequence[Piece], members: list[int]) -> _Group:
         reason = f"{pieces[odd[0]].place.label} stores another shape or dtype under this name"
         full = [n for n in full if n not in odd]
     checks = [n for n in members if pieces[n].shard == CHECKSUM]
-    ids = identify([pieces[n].rows for n in (*full, *checks)], ("sequence", "position", "call"))
+    tables = [pieces[n].rows for n in (*full, *checks)]
+    ids = identify(tables, ("sequence", "position", "call"))
+    if first.shard == WHOLE:
+        ids = _apart_without_tokens(ids, tables)
     taken, at, copies = _first_of_each(ids[: len(full)], [first.place, *(pieces[n].place for n in full[1:])])
     stored = np.concatenate([pieces[n].rows for n in full])
     row_of = np.full(max((int(own.max(initial=-1)) for own in ids), default=-1) + 1, -1, np.int64)
@@ -167,6 +170,13 @@ def _join_copies(pieces: Sequence[Piece], members: list[int]) -> _Group:
         mine = np.flatnonzero(row_of[own] >= 0)
         copies.append(Copy(pieces[number].place, first.place, [mine], row_of[own[mine]], number))
     return _Group([full], [taken], stored[taken], copies, left_out, reason, kind)
+
+
+def _apart_without_tokens(ids: list[np.ndarray], tables: list[np.ndarray]) -> list[np.ndarray]:
+    """Give each row of no token an id of its own: undeclared, ranks may hold heads of their own in it."""
+    joined, nobody = np.concatenate(ids), np.concatenate(tables)["sequence"] == -1
+    joined[nobody] = joined.max(initial=-1) + 1 + np.arange(int(nobody.sum()))
+    return np.split(joined, np.cumsum([len(own) for own in ids])[:-1])
 
 
 def _first_of_each(ids: list[np.ndarray], places: list[Place]) -> tuple[np.ndarray, np.ndarray, list[Copy]]:
