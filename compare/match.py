@@ -89,7 +89,9 @@ def _place_label(label: str, layers: int, a: Side, b: Side, matching: Matching) 
         matching.unavailable.append(Entry(label, reason, side))
     else:
         only = matching.only_a if source_a else matching.only_b
-        only.append(Entry(label, f"{missing.dump.stage or side} ({missing.table.engine}) stored nothing that gives it"))
+        lost = f" ({'; '.join(missing.dump.lost)})" if missing.dump.lost else ""
+        stored = f"{missing.dump.stage or side} ({missing.table.engine}) stored nothing that gives it{lost}"
+        only.append(Entry(label, stored))
 
 
 def _place_of_name(label: str, side: Side, source: Source) -> Place:

@@ -16,7 +16,7 @@ from probe.compare.moe.flips import Routing
 from probe.compare.moe.restrict import Levels, Restricted
 from probe.compare.names.canonical import is_routing
 from probe.compare.side import Side
-from probe.errors import ProbeError
+from probe.errors import ProbeError, UsageError
 from probe.metrics import BLOCK_VALUES, PairMeasure, PairMetrics, coarser_dtype, measure_pair
 
 Observer = Callable[[str, int, int], None]
@@ -70,6 +70,8 @@ class Measurer:
                 self.observer("measuring", order, len(everything))
             try:
                 results.append(self._ids(match, order) if match.label.endswith(":ids") else self._one(match, order))
+            except UsageError:
+                raise
             except ProbeError as error:  # a tensor that cannot be merged is reported, the others go on
                 results.append(_incomparable(match, order, str(error)))
             self._verdicts[match.label] = results[-1].judgement.verdict
@@ -112,6 +114,9 @@ class Measurer:
             self.recomputed[side].note(join.table(side), values)
         if x.shape[1:] != y.shape[1:]:
             problem = f"the sides hold {x.shape[1]} and {y.shape[1]} features per row"
+            stated = match.source_a.stated or match.source_b.stated
+            if stated:
+                raise UsageError(f"{stated} pairs two tensors as {match.label}, but {problem}", "correct the entry")
             return _incomparable(match, order, problem)
         dtypes = self.a.dtype_of(match.source_a), self.b.dtype_of(match.source_b)
         metrics = measure_rows(x, y, join, coarser_dtype(*dtypes))

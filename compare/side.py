@@ -83,9 +83,15 @@ class Side:
         for entry in self.table.unavailable:
             for wanted in entry.canonical:
                 found = pattern(wanted).match(label)
-                if found and holds(entry, found.groupdict(), self.facts):
+                if found and holds(entry, found.groupdict(), self.facts) and wanted not in self._shown:
                     return entry.reason
         return self.refused if layer_of(label) is not None else ""
+
+    @cached_property
+    def _shown(self) -> set[str]:
+        """Return patterns of single experts that have sources: one expert that is missing is then no engine's way."""
+        wanted = [label for entry in self.table.unavailable for label in entry.canonical if "{e}" in label]
+        return {label for label in wanted if any(pattern(label).match(found) for found in self.resolution.sources)}
 
     def _elsewhere(self, label: str) -> bool:
         """Tell whether a canonical tensor belongs to another pipeline stage than this side's."""

@@ -174,3 +174,11 @@ def test_a_canonical_name_that_a_has_not_is_refused(dumps, write):
     path = write({"layers.{i}.self_attn.q_norm": "decoder.layers.{i}.pre_mlp_layernorm"})
     with pytest.raises(UsageError, match=r"matches nothing in a .*whose table gives none"):
         compare_dumps(*dumps, mapping=path)
+
+
+def test_a_stated_pair_of_other_widths_is_refused(dumps, write):
+    path = write({DOWN: "decoder.layers.{i}.mlp.linear_fc1"})
+    with pytest.raises(
+        UsageError, match=rf"{re.escape(str(path))} pairs two tensors as layers\.0\.mlp\.down_proj.*hold"
+    ):
+        compare_dumps(*dumps, mapping=path)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from dump_tools import MANIFEST
+from dump_tools import MANIFEST, open_rank, segment
 
-from probe.compare.match import Entry, Matching
+from probe.compare.match import Entry, Matching, match_tensors
 from probe.compare.moe.experts import excuse_idle
 from probe.compare.moe.flips import ALIKE, OWN
 from probe.compare.moe.restrict import WORDS
@@ -21,6 +21,8 @@ from probe.compare.report import markdown, terminal
 from probe.compare.report.html import render as render_html
 from probe.compare.report.model import validate
 from probe.compare.run import compare_dumps
+from probe.compare.side import read_sides
+from probe.store.reader import open_dump
 from probe.store.schema import ROW, ModuleInfo, RowSegment, Sequence
 from probe.store.writer import DumpWriter
 
@@ -323,3 +325,26 @@ def test_an_expert_without_tokens_on_one_side_is_not_missing_there():
     assert [entry.label for entry in matching.only_b] == [label.format(3)]  # as does this one in a
     found = [(entry.side, entry.reason) for entry in matching.unavailable]
     assert found == [("b", "expert 2 of layer 0 served no token there")]
+
+
+@pytest.mark.parametrize("held", [(), (0,)], ids=["fused kernel", "a rank lost"])
+def test_an_expert_that_a_lost_rank_held_is_not_excused_as_fused(tmp_path: Path, held: tuple[int, ...]) -> None:
+    """The engine's way excuses a side that shows no single expert, never one that shows some of them."""
+    sides = []
+    for name, experts in (("a", (0, 1)), ("b", held)):
+        manifest = {"engine": {"name": "megatron", "version": "0"}, "driver": True}
+        writer = open_rank(tmp_path / name, manifest=manifest)
+        writer.append("decoder.layers.0", "output.0", np.ones((4, 8), np.float32), "float32", segment(4))
+        for expert in experts:
+            module = f"decoder.layers.0.mlp.experts.local_experts.{expert}.linear_fc2"
+            writer.append(module, "output.0", np.ones((4, 8), np.float32), "float32", segment(4))
+        writer.close()
+        sides.append(open_dump(tmp_path / name))
+    with sides[0], sides[1]:
+        matching = match_tensors(*read_sides(*sides))
+    label = "layers.0.mlp.experts.1.down_proj:output.0"
+    lone = {entry.label: entry.reason for entry in matching.only_a}
+    excused = {entry.label: entry.reason for entry in matching.unavailable}
+    assert (label in lone, label in excused) == (bool(held), not held)
+    if held:
+        assert "driver.h5 is missing" in lone[label]
