@@ -210,13 +210,9 @@ def _divergence(e: Evidence, first: Measured) -> str:
 def _tokens(e: Evidence) -> list[str]:
     if not e.tokens["compared"]:
         return []
-    if not e.tokens["max_abs_logprob_diff"]:
-        return [f"Log-probs of {e.tokens['compared']} response tokens are equal."]
-    return [
-        f"Log-probs of {e.tokens['compared']} response tokens differ by {e.tokens['mean_abs_logprob_diff']:.1e} on "
-        f"average and {e.tokens['max_abs_logprob_diff']:.1e} at most.",
-        *_unexplained(e),
-    ]
+    mean, worst = e.tokens["mean_abs_logprob_diff"], e.tokens["max_abs_logprob_diff"]
+    words = f"differ by {mean:.1e} on average and {worst:.1e} at most" if worst else "are equal"
+    return [f"Log-probs of {e.tokens['compared']} response tokens {words}.", *_unexplained(e)]
 
 
 def _unexplained(e: Evidence) -> list[str]:
