@@ -42,7 +42,7 @@ browser:
 	  SUDO=$$( [ "$$(id -u)" = 0 ] || echo sudo ); \
 	  $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq chromium >/dev/null; }
 
-# Every rollout setting against every actor setting on real engines, some 20 minutes; make test runs a part of it.
+# Every rollout setting against every actor setting on real engines, some 10 minutes; make test runs a part of it.
 matrix: setup
 	rm -rf probe-matrix
 	$(BIN)/python tests/matrix.py probe-matrix --write docs/matrix.md
