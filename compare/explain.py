@@ -11,10 +11,10 @@ from typing import Any
 
 from probe.compare.align import RowAligner
 from probe.compare.coverage import count_rows
+from probe.compare.floors.floors import noise_model
 from probe.compare.judge import modelled_floor
 from probe.compare.mapping import load_map, read_mapped
 from probe.compare.match import Entry, Match, Matching, match_tensors
-from probe.compare.measure import noise_model
 from probe.compare.merge import CanonicalReader
 from probe.compare.names.base import RECOMPUTED, Source, key_of, label_of
 from probe.compare.report.model import ROW_REASONS, clean_floats

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,12 +33,32 @@ SHOWN = 3
 
 
 @dataclass(frozen=True)
+class GateFinding:
+    """One thing that a gate found, for the diagnosis.
+
+    ``cause``: a slug of docs/diagnosis.md; ``subject``: the canonical module or parameter, or ``config``, ``log-probs``
+    and the like; ``side``: a, b, both or unknown; ``text``: a sentence; ``figures``: its numbers.
+    """
+
+    cause: str
+    subject: str
+    side: str
+    text: str
+    figures: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Gate:
-    """One gate's outcome; ``detail`` is a sentence."""
+    """One gate's outcome; ``detail`` is a sentence, ``findings`` the same as data."""
 
     name: str
     status: str
     detail: str
+    findings: tuple[GateFinding, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report's entry."""
+        return asdict(self)
 
 
 def tokens_gate(a: Dump, b: Dump, join: SequenceJoin) -> Gate:
@@ -225,8 +245,8 @@ def shifted_by(dump: Dump) -> int:
     return 0
 
 
-def gates_of(a: Side, b: Side, join: SequenceJoin, extra: Sequence[Gate]) -> list[dict[str, Any]]:
-    """Return the report's gates in their fixed order; ``extra`` are those of other modules."""
+def gates_of(a: Side, b: Side, join: SequenceJoin, extra: Sequence[Gate]) -> list[Gate]:
+    """Return the gates in their fixed order; ``extra`` are those of other modules."""
     gates = {
         gate.name: gate
         for gate in (
@@ -237,4 +257,4 @@ def gates_of(a: Side, b: Side, join: SequenceJoin, extra: Sequence[Gate]) -> lis
             *extra,
         )
     }
-    return [{"name": name, "status": gates[name].status, "detail": gates[name].detail} for name in NAMES]
+    return [gates[name] for name in NAMES]

@@ -9,7 +9,8 @@ import numpy as np
 
 from probe.compare.align import RowAligner, RowJoin
 from probe.compare.coverage import Recomputed
-from probe.compare.judge import Judgement, effective_dtype, judge, modelled_floor
+from probe.compare.floors.floors import Floors, model_dtypes
+from probe.compare.judge import Judgement, effective_dtype, judge
 from probe.compare.match import Match, Matching
 from probe.compare.merge import CanonicalReader
 from probe.compare.moe.flips import Routing
@@ -49,6 +50,7 @@ class Measurer:
     b: Side
     aligner: RowAligner
     matching: Matching
+    floors: Floors
     observer: Observer | None = None
     joins: list[RowJoin] = field(default_factory=list)
     recomputed: tuple[Recomputed, Recomputed] = field(default_factory=lambda: (Recomputed(), Recomputed()))
@@ -57,7 +59,7 @@ class Measurer:
         self._readers = CanonicalReader(self.a), CanonicalReader(self.b)
         self._levels = Levels()
         self._verdicts: dict[str, str] = {}
-        dtype = effective_dtype(*_model_dtypes(self.a, self.b))
+        dtype = effective_dtype(*model_dtypes(self.a, self.b))
         self.routing = Routing(self._readers, self.aligner, self.matching, dtype)
 
     def run(self) -> list[Measured]:
@@ -122,7 +124,7 @@ class Measurer:
         metrics = measure_rows(x, y, join, coarser_dtype(*dtypes))
         if not metrics.pairs and not metrics.nonfinite_mismatch:
             return _incomparable(match, order, "no value of it is finite on either side")
-        floor = modelled_floor(*noise_model(self.a, self.b, match))
+        floor = self.floors.of(match).value
         if match.proposal is not None:
             return Measured(match, order, as_proposed(judge(metrics, floor, self._levels.level)), metrics, join)
         if is_routing(match.label):
@@ -136,17 +138,6 @@ class Measurer:
         judgement, restricted = self._levels.judge(metrics, floor, self.routing.left(match.place, join), on)
         among = None if restricted is None else restricted.at
         return Measured(match, order, judgement, metrics, join, restricted, among)
-
-
-def noise_model(a: Side, b: Side, match: Match) -> tuple[str, int, int]:
-    """Return the arguments of :func:`modelled_floor`: dtype, operations before the tensor, longest dot product."""
-    dtypes = a.dtype_of(match.source_a), b.dtype_of(match.source_b)
-    reduction = max(size for side in (a, b) for size in (side.shape.hidden, side.shape.intermediate))
-    return effective_dtype(*dtypes, *_model_dtypes(a, b)), match.place.ops, reduction
-
-
-def _model_dtypes(a: Side, b: Side) -> tuple[str, str]:
-    return str(a.dump.manifest.get("dtype", "")), str(b.dump.manifest.get("dtype", ""))
 
 
 def as_proposed(judgement: Judgement) -> Judgement:

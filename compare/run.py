@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,30 @@ from typing import Any
 from probe._version import __version__
 from probe.compare.align import RowAligner
 from probe.compare.coverage import RowCoverage, count_rows, fewer_rows, held_rows
+from probe.compare.diagnose.run import diagnose, recommend
+from probe.compare.evidence import Evidence
+from probe.compare.floors.floors import Floors
 from probe.compare.gates import declared_lag, gates_of
 from probe.compare.judge import overall
-from probe.compare.locate import first_divergence
+from probe.compare.locate.first import first_divergence, worst_rows
+from probe.compare.locate.run import locate
 from probe.compare.logprobs import complete_logprobs
 from probe.compare.mapping import UserMap, load_map, read_mapped
 from probe.compare.match import SAME_NAME, Match, Matching, match_tensors
 from probe.compare.measure import Measured, Measurer, Observer
 from probe.compare.moe.experts import excuse_idle, is_expert
+from probe.compare.moe.flips import Routing
 from probe.compare.moe.flips import section as moe_section
 from probe.compare.names.canonical import LOGITS
+from probe.compare.replay.run import replay_sides
+from probe.compare.replay.verdicts import apply_replays
 from probe.compare.replicas import replicas_gate
 from probe.compare.report.model import NOT_BUILT, SCHEMA, clean_floats
-from probe.compare.sections import coverage_section, dump_summary, layers_section
+from probe.compare.sections import coverage_section, dump_summary, layers_section, located_section, replay_section
 from probe.compare.sequences import SequenceJoin, join_sequences
 from probe.compare.settings_gates import config_gate, environment_entries, environment_gate
 from probe.compare.side import Side
-from probe.compare.summary import Evidence, headline, next_commands, not_compared, summary
+from probe.compare.summary import headline, next_commands, not_compared, summary
 from probe.compare.tokens import compare_tokens, unexplained_difference
 from probe.errors import CompareError
 from probe.store.reader import Dump, open_dump
@@ -36,41 +44,51 @@ MIN_COVERAGE = 0.9
 """Share of tensors and of rows that must have been compared before two dumps can be called consistent."""
 
 
+@dataclass(frozen=True)
+class Options:
+    """How two dumps are compared.
+
+    ``min_coverage``: share of tensors and rows below which the verdict is ``incomparable``; ``across_versions``: join
+    rows of different weight versions too; ``text``: decode tokens through the checkpoint's tokenizer; ``floor``: a dump
+    of one side's engine run again; ``golden``: a dump of the same tokens in a higher precision; ``weights``: the
+    checkpoint to replay modules with (None: the one that the manifest names, where its weights match); ``replay``:
+    whether to replay at all; ``jobs``: tensors measured at the same time (0: one per core).
+    """
+
+    min_coverage: float = MIN_COVERAGE
+    across_versions: bool = False
+    text: bool = True
+    floor: str | Path | None = None
+    golden: str | Path | None = None
+    weights: str | Path | None = None
+    replay: bool = True
+    jobs: int = 0
+
+
 def compare_dumps(
     path_a: str | Path,
     path_b: str | Path,
     *,
-    min_coverage: float = MIN_COVERAGE,
-    across_versions: bool = False,
     mapping: str | Path | None = None,
     observer: Observer | None = None,
-    text: bool = True,
+    **options: Any,
 ) -> dict[str, Any]:
     """Compare two dumps of one stage each and return the report (the content of ``report.json``).
 
-    ``min_coverage``: share of tensors and rows below which the verdict is ``incomparable``; ``across_versions``: join
-    rows of different weight versions too; ``mapping``: a file of names that go before the tables (docs/names.md);
-    ``observer``: called with (what, done, total); ``text``: decode tokens through the checkpoint's tokenizer. Raises
-    DumpError for a dump that cannot be read, CompareError for two dumps that have nothing in common, UsageError for a
-    mapping that does not fit them.
+    ``mapping``: a file of names that go before the tables (docs/names.md); ``observer``: called with (what, done,
+    total); ``options``: the fields of :class:`Options`. Raises DumpError for a dump that cannot be read, CompareError
+    for two dumps that have nothing in common, UsageError for a mapping that does not fit them.
     """
-    options: dict[str, Any] = {"min_coverage": min_coverage, "across_versions": across_versions, "text": text}
     given = load_map(mapping) if mapping is not None else None
     with open_dump(path_a) as a, open_dump(path_b) as b:
         return compare_open(a, b, given=given, observer=observer, **options)
 
 
 def compare_open(
-    a: Dump,
-    b: Dump,
-    *,
-    min_coverage: float = MIN_COVERAGE,
-    across_versions: bool = False,
-    given: UserMap | None = None,
-    observer: Observer | None = None,
-    text: bool = True,
+    a: Dump, b: Dump, *, given: UserMap | None = None, observer: Observer | None = None, **options: Any
 ) -> dict[str, Any]:
     """Compare two open dumps (see :func:`compare_dumps`)."""
+    chosen = Options(**options)
     side_a, side_b = read_mapped(a, b, given)
     for side in (side_a, side_b):
         complete_logprobs(side)
@@ -81,10 +99,11 @@ def compare_open(
     environment = environment_entries(a, b)
     others = replicas_gate(a, b), config_gate(side_a, side_b), environment_gate(environment)
     gates = gates_of(side_a, side_b, join, others)
-    aligner = RowAligner(join, a.sequences, b.sequences, across_versions=across_versions)
-    measurer = Measurer(side_a, side_b, aligner, matching, observer)
+    aligner = RowAligner(join, a.sequences, b.sequences, across_versions=chosen.across_versions)
+    floors = Floors(side_a, side_b)
+    measurer = Measurer(side_a, side_b, aligner, matching, floors, observer)
     measured = measurer.run()
-    tokens = compare_tokens(a, b, aligner, text=text)
+    tokens = compare_tokens(a, b, aligner, text=chosen.text)
     rows = count_rows(aligner, measurer.joins, a, b, measurer.recomputed, measurer.left_out())
     _require_something(a, b, measured, tokens, rows)
     excuse_idle(matching, measurer.routing)
@@ -92,44 +111,55 @@ def compare_open(
     fewer = fewer_rows(aligner, [(label, join) for label, join in joins if not is_expert(label)])
     rows.held = held_rows(joins, fewer, {entry.match.label for entry in measured if _has_every_row(entry.match)})
     share = _tensor_share(side_a, side_b, matching, measured)
-    unexplained = unexplained_difference(a, b, aligner, _agreeing_logits(measured))
-    tokens |= {"unexplained_mean": unexplained.mean, "unexplained_max": unexplained.worst}
-    statuses = {gate["name"]: gate["status"] for gate in gates}
-    words = [entry.judgement.verdict for entry in measured]
-    verdict = overall(words, statuses, unexplained.mean, min(share, rows.covered), min_coverage, unexplained.worst)
-    first = first_divergence(measured, join.pairs)
-    evidence = Evidence(a, b, verdict, gates, matching, measured, rows, fewer, tokens, first, share, min_coverage)
-    sections = {
-        "coverage": coverage_section(side_a, side_b, evidence),
-        "layers": layers_section(side_a, side_b, measured, matching, join.pairs),
-        "moe": moe_section(measurer.routing, [pair.label for pair in join.pairs]),
-        "environment": environment,
-    }
-    return dict(clean_floats(_report(evidence, sections)))
+    evidence = Evidence(
+        side_a, side_b, join, gates, matching, measured, rows, fewer, tokens, environment, share, chosen.min_coverage
+    )
+    _conclude(evidence, aligner, chosen)
+    return dict(clean_floats(_report(evidence, measurer.routing)))
 
 
-def _report(evidence: Evidence, sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the report together from what was found and the ``sections`` made of it already."""
-    a, b = evidence.a, evidence.b
+def _conclude(e: Evidence, aligner: RowAligner, options: Options) -> None:
+    """Replay, judge the whole, locate and diagnose: what rests on everything measured."""
+    if options.replay:
+        e.replays = replay_sides(e.side_a, e.side_b, options.weights, worst_rows(e.measured))
+    unexplained = unexplained_difference(e.a, e.b, aligner, _agreeing_logits(e.measured))
+    e.tokens |= {"unexplained_mean": unexplained.mean, "unexplained_max": unexplained.worst}
+    apply_replays(e)
+    statuses = {gate.name: gate.status for gate in e.gates}
+    words = [entry.judgement.verdict for entry in e.measured]
+    coverage = min(e.tensor_share, e.rows.covered)
+    e.verdict = overall(words, statuses, unexplained.mean, coverage, e.min_coverage, unexplained.worst)
+    e.first = first_divergence(e.measured, e.join.pairs)
+    e.located = locate(e)
+    e.suspects = diagnose(e)
+
+
+def _report(e: Evidence, routing: Routing) -> dict[str, Any]:
+    """Put the report together."""
     return {
         "schema": SCHEMA,
         "probe": __version__,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "a": dump_summary(a),
-        "b": dump_summary(b),
-        "verdict": evidence.verdict,
-        "headline": headline(evidence),
-        "summary": summary(evidence),
-        "not_compared": not_compared(evidence),
-        "gates": evidence.gates,
-        "first_divergence": evidence.first,
-        "suspects": not_built("causes are not ranked yet"),
-        "tokens": evidence.tokens,
+        "a": dump_summary(e.a),
+        "b": dump_summary(e.b),
+        "verdict": e.verdict,
+        "headline": headline(e),
+        "summary": summary(e),
+        "not_compared": not_compared(e),
+        "gates": [gate.as_dict() for gate in e.gates],
+        "coverage": coverage_section(e),
+        "layers": layers_section(e),
+        "first_divergence": e.first,
+        "located": located_section(e),
+        "replay": replay_section(e),
+        "suspects": [suspect.as_dict() for suspect in e.suspects],
+        "moe": moe_section(routing, [pair.label for pair in e.join.pairs]),
+        "tokens": e.tokens,
         "ppo": not_built("the effect on the PPO update is not computed yet"),
-        "backends": {"a": a.manifest.get("backends") or {}, "b": b.manifest.get("backends") or {}},
-        "action": not_built("no recommendation is derived yet"),
-        "next_commands": next_commands(evidence),
-        **sections,
+        "environment": e.environment,
+        "backends": {"a": e.a.manifest.get("backends") or {}, "b": e.b.manifest.get("backends") or {}},
+        "action": recommend(e),
+        "next_commands": next_commands(e),
     }
 
 

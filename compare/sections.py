@@ -6,15 +6,15 @@ from dataclasses import asdict
 from typing import Any
 
 from probe.compare.coverage import FewerRows
-from probe.compare.match import Entry, Matching
+from probe.compare.evidence import Evidence
+from probe.compare.match import Entry
 from probe.compare.measure import Measured
 from probe.compare.names.base import RECOMPUTED, Source, key_of
-from probe.compare.sequences import SequencePair
 from probe.compare.side import Side
-from probe.compare.summary import Evidence
 from probe.store.reader import Dump
 
 FIGURES = ("rel_l2", "rmse", "max_abs", "one_minus_cos", "ulp_p50", "ulp_p99", "norm_ratio")
+JUDGED = ("floor", "ratio", "own_error", "inherited_error")
 
 
 def dump_summary(dump: Dump) -> dict[str, Any]:
@@ -37,9 +37,9 @@ def dump_summary(dump: Dump) -> dict[str, Any]:
     }
 
 
-def coverage_section(a: Side, b: Side, evidence: Evidence) -> dict[str, Any]:
+def coverage_section(evidence: Evidence) -> dict[str, Any]:
     """Return what was compared, and each tensor and row that was not, with its reason."""
-    matching, rows = evidence.matching, evidence.rows
+    a, b, matching, rows = evidence.side_a, evidence.side_b, evidence.matching, evidence.rows
     auxiliary = {name: [_entry(e) for e in getattr(matching, name)] for name in ("auxiliary_a", "auxiliary_b")}
     return {
         "matched": sum(entry.metrics is not None for entry in evidence.measured),
@@ -71,21 +71,36 @@ def _entry(entry: Entry) -> dict[str, str]:
     return {"name": name, "slot": slot, "reason": entry.reason}
 
 
-def layers_section(
-    a: Side, b: Side, measured: list[Measured], matching: Matching, pairs: list[SequencePair]
-) -> list[dict[str, Any]]:
+def layers_section(evidence: Evidence) -> list[dict[str, Any]]:
     """Return one entry per compared tensor in execution order, then those of one side."""
-    layers = [_layer(entry, a, b, pairs) for entry in measured]
-    for side, only in (("a", matching.only_a), ("b", matching.only_b)):
+    layers = [_layer(entry, evidence) for entry in evidence.measured]
+    for side, only in (("a", evidence.matching.only_a), ("b", evidence.matching.only_b)):
         for entry in only:
             layers.append(_missing(entry, len(layers), side))
     return layers
 
 
-def _layer(entry: Measured, a: Side, b: Side, pairs: list[SequencePair]) -> dict[str, Any]:
+def replay_section(evidence: Evidence) -> dict[str, Any]:
+    """Return what replaying each module from its own stored inputs showed, by side."""
+    replays = evidence.replays
+    modules = {side: [asdict(found) for found in labels.values()] for side, labels in replays.by_side.items()}
+    return {"modules": modules, "skipped": replays.skipped, "why_not": replays.why_not, "weights": replays.weights}
+
+
+def located_section(evidence: Evidence) -> dict[str, Any]:
+    """Return where the divergence is: jumps, outlier tokens, patterns of rows and channels, the heat map."""
+    found = asdict(evidence.located)
+    own = found.pop("own")
+    return {**found, "own_errors": len(own)}
+
+
+def _layer(entry: Measured, evidence: Evidence) -> dict[str, Any]:
+    a, b, pairs = evidence.side_a, evidence.side_b, evidence.join.pairs
     metrics, join = entry.metrics, entry.join
     layer = _blank(entry.match.label, entry.order, entry.judgement.verdict, _reason(entry))
     layer |= {"floor": entry.judgement.floor, "ratio": entry.judgement.ratio}
+    own = evidence.located.own.get(entry.match.label)
+    layer |= {"own_error": own.own, "inherited_error": own.inherited} if own else {}
     if entry.match.proposal is not None:
         layer |= {"proposed": True, "proposal": asdict(entry.match.proposal)}
     layer["a"], layer["b"] = _origin(a, entry.match.source_a), _origin(b, entry.match.source_b)
@@ -121,7 +136,7 @@ def _reason(entry: Measured) -> str:
 
 def _blank(label: str, order: int, verdict: str, reason: str) -> dict[str, Any]:
     name, slot = key_of(label)
-    empty = dict.fromkeys((*FIGURES, "floor", "ratio", "own_error", "max_abs_at", "worst_row", "restricted"))
+    empty = dict.fromkeys((*FIGURES, *JUDGED, "max_abs_at", "worst_row", "restricted"))
     counts = dict.fromkeys(("nan_a", "nan_b", "inf_a", "inf_b", "rows"), 0)
     head = {"name": name, "slot": slot, "order": order, "verdict": verdict, "reason": reason, "proposed": False}
     nothing: dict[str, Any] = {"tensors": [], "operation": None, "recomputed": False, "dtype": None, "norm": None}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import dataclass
-from typing import Any
 
-from probe.compare.coverage import FewerRows, RowCoverage
+from probe.compare.coverage import FewerRows
+from probe.compare.evidence import Evidence
 from probe.compare.gates import WEIGHTS_UNSEEN
 from probe.compare.judge import SUSPECT_RISE, TOKEN_SUSPECT, TOKEN_WORST
-from probe.compare.locate import first_divergent
-from probe.compare.match import UNKNOWN, Entry, Matching
+from probe.compare.locate.first import first_divergent
+from probe.compare.match import UNKNOWN, Entry
 from probe.compare.measure import Measured
 from probe.compare.names.canonical import LOGITS
 from probe.compare.report.model import ROW_REASONS, counted, headline_sentence
@@ -36,24 +35,6 @@ ROW_GAPS = {
 
 SILENT = ("padding", "computed_again", "prompts_only", "part_of_shards")
 """Reasons that need no sentence: nothing is lost, or another sentence says it."""
-
-
-@dataclass
-class Evidence:
-    """Everything a summary rests on."""
-
-    a: Dump
-    b: Dump
-    verdict: str
-    gates: list[dict[str, Any]]
-    matching: Matching
-    measured: list[Measured]
-    rows: RowCoverage
-    fewer: list[FewerRows]
-    tokens: dict[str, Any]
-    first: dict[str, Any] | None
-    tensor_share: float
-    min_coverage: float
 
 
 def headline(e: Evidence) -> str:
@@ -116,7 +97,7 @@ def _unknown(e: Evidence) -> dict[str, list[Entry]]:
 
 def _unseen_weights(e: Evidence) -> list[str]:
     """Return why no weights were compared, if none were."""
-    return [g["detail"] for g in e.gates if g["name"] == "weights" and g["detail"].endswith(WEIGHTS_UNSEEN)]
+    return [g.detail for g in e.gates if g.name == "weights" and g.detail.endswith(WEIGHTS_UNSEEN)]
 
 
 def _broken_weights(e: Evidence) -> dict[str, dict[str, str]]:
@@ -162,11 +143,11 @@ def _name(dump: Dump, side: str) -> str:
 
 
 def _failed_gates(e: Evidence) -> list[str]:
-    return [f"The {g['name']} gate fails: {g['detail']}." for g in e.gates if g["status"] == "fail"]
+    return [f"The {g.name} gate fails: {g.detail}." for g in e.gates if g.status == "fail"]
 
 
 def _warned_gates(e: Evidence) -> list[str]:
-    warned = [f"{g['name']} ({g['detail']})" for g in e.gates if g["status"] == "warn" and g["name"] != "environment"]
+    warned = [f"{g.name} ({g.detail})" for g in e.gates if g.status == "warn" and g.name != "environment"]
     return [f"Warnings: {'; '.join(warned)}."] if warned else []
 
 

@@ -56,13 +56,15 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "coverage": (dict,),
     "layers": (list,),
     "first_divergence": (dict, type(None)),
-    "suspects": (dict, list),
+    "located": (dict,),
+    "replay": (dict,),
+    "suspects": (list,),
     "moe": (dict, type(None)),
     "tokens": (dict,),
     "ppo": (dict,),
     "environment": (list,),
     "backends": (dict,),
-    "action": (dict, str),
+    "action": (dict,),
     "next_commands": (list,),
 }
 _ENTRY_KEYS = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from probe.compare.align import split
+from probe.compare.evidence import RowKeys
 from probe.compare.measure import Measured
 from probe.compare.names.base import key_of
 from probe.compare.sequences import SequencePair
@@ -43,3 +45,20 @@ def first_divergence(measured: list[Measured], pairs: list[SequencePair]) -> dic
         return {"name": name, "slot": slot, "position": None, "sequence": None}
     position, pair = int(entry.join.position[row]), pairs[int(entry.join.pair[row])]
     return {"name": name, "slot": slot, "position": position, "sequence": pair.label}
+
+
+WORST_ROWS = 8
+"""Rows of each tensor that are worth replaying before all others: those that differ most."""
+
+
+def worst_rows(measured: Iterable[Measured]) -> tuple[Mapping[str, RowKeys], Mapping[str, RowKeys]]:
+    """Return for each side: canonical label -> int64 [n, 2] (sequence number, position) of those that differ most."""
+    found: tuple[dict[str, RowKeys], dict[str, RowKeys]] = {}, {}
+    for entry in measured:
+        if entry.metrics is None or entry.join is None:
+            continue
+        score = np.where(entry.metrics.row_mismatch, np.inf, entry.metrics.row_rel_l2)
+        worst = np.argsort(-score, kind="stable")[:WORST_ROWS]
+        for side in (0, 1):
+            found[side][entry.match.label] = np.stack(split(entry.join.cells(side)[worst]), 1)
+    return found

@@ -1,0 +1,1 @@
+"""Name causes: rules as data over the evidence of a comparison."""

@@ -1,0 +1,1 @@
+"""Locate a divergence: where it starts, what each module adds, which tokens and channels carry it."""
