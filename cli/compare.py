@@ -18,6 +18,7 @@ FORMS_WITH_FOLDER = "terminal,json,html"
 report_group = common.option("Report")
 judge_group = common.option("Judgement")
 names_group = common.option("Names")
+replay_group = common.option("Replay")
 
 
 @click.command(
@@ -26,6 +27,7 @@ names_group = common.option("Names")
     probe compare d/rollout d/actor
     probe compare d/rollout d/actor --report terminal,html -o report
     probe compare d/rollout d/actor --json | jq .verdict
+    probe compare d/gpu d/npu --weights Qwen2.5-0.5B --golden d/reference
     probe compare d/rollout d/actor --explain layers.0.self_attn.q_proj
     """,
 )
@@ -52,6 +54,28 @@ names_group = common.option("Names")
     help="Share of tensors and of rows below which the verdict is 'incomparable'.",
 )
 @judge_group("--across-versions", is_flag=True, help="Join rows of different weight versions too.")
+@judge_group(
+    "--floor",
+    metavar="DUMP",
+    type=click.Path(path_type=Path),
+    help="A or B run again (another batch size or TP, or dump --noise): what it differs by is noise.",
+)
+@judge_group(
+    "--golden",
+    metavar="DUMP",
+    type=click.Path(path_type=Path),
+    help="The same tokens in a higher precision (dump --stage reference): says which side is off.",
+)
+@judge_group(
+    "--jobs", metavar="N", type=click.IntRange(min=0), default=0, help="Tensors at a time.  [default: one per core]"
+)
+@replay_group(
+    "--weights",
+    metavar="CHECKPOINT",
+    type=click.Path(path_type=Path),
+    help="Recompute each module with these weights.  [default: the dump's own, where its weights match]",
+)
+@replay_group("--no-replay", is_flag=True, help="Recompute no module from its stored inputs.")
 @names_group(
     "--map",
     "mapping",
@@ -75,10 +99,8 @@ def compare(
     as_json: bool,
     no_text: bool,
     force: bool,
-    min_coverage: float,
-    across_versions: bool,
-    mapping: Path | None,
     explained: str | None,
+    **options: Any,
 ) -> None:
     """Compare two dumps and say where they first disagree.
 
@@ -89,21 +111,15 @@ def compare(
     from probe.compare.run import compare_dumps, exit_status
 
     if explained is not None:
-        print_explanation(a, b, explained, as_json, mapping=mapping, across_versions=across_versions)
+        chosen = {name: options[name] for name in ("mapping", "across_versions")}
+        print_explanation(a, b, explained, as_json, **chosen)
         return
     wanted = _forms(forms, output)
     folder = output or DEFAULT_FOLDER
     refuse_existing(folder, wanted, force)
+    options["replay"] = not options.pop("no_replay")
     with observing() as observer:
-        report = compare_dumps(
-            a,
-            b,
-            min_coverage=min_coverage,
-            across_versions=across_versions,
-            mapping=mapping,
-            observer=observer,
-            text=not no_text,
-        )
+        report = compare_dumps(a, b, observer=observer, text=not no_text, **options)
     written = write_forms(report, wanted, folder, text=not no_text)
     if as_json:
         sys.stdout.write(_json(report, text=not no_text))

@@ -9,8 +9,12 @@
 - ``gates`` with ``settings_gates``, ``replicas`` and ``weights``: what must hold before a tensor is worth comparing
 - ``measure``: the figures of each pair, read through ``merge`` and judged by ``judge``; ``moe``: the choice of experts,
   and tensors behind a choice that differs
-- ``tokens``: log-probs; ``coverage``: what was not compared; ``locate``: the first divergence
-- ``sections`` and ``summary``: the entries and the sentences of the report, which the forms in ``report`` render
+- ``floors``: the difference that rounding explains, modelled, measured or against a higher precision
+- ``tokens``: log-probs; ``coverage``: which rows and tensors were compared
+- ``replay``: each module again in float64 from its own stored inputs; ``locate``: where the sides part, and how
+- ``evidence``: all of that in one object; ``diagnose``: its causes and what to do
+- ``sections``, ``summary`` and ``gaps`` (what was not compared): the report's entries and sentences, which the forms in
+  ``report`` render
 
 ``explain`` answers for one tensor how all this treats it.
 """

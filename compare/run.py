@@ -14,6 +14,7 @@ from probe.compare.coverage import RowCoverage, count_rows, fewer_rows, held_row
 from probe.compare.diagnose.run import diagnose, recommend
 from probe.compare.evidence import Evidence
 from probe.compare.floors.floors import Floors
+from probe.compare.gaps import not_compared
 from probe.compare.gates import declared_lag, gates_of
 from probe.compare.judge import overall
 from probe.compare.locate.first import first_divergence, worst_rows
@@ -34,7 +35,7 @@ from probe.compare.sections import coverage_section, dump_summary, layers_sectio
 from probe.compare.sequences import SequenceJoin, join_sequences
 from probe.compare.settings_gates import config_gate, environment_entries, environment_gate
 from probe.compare.side import Side
-from probe.compare.summary import headline, next_commands, not_compared, summary
+from probe.compare.summary import headline, next_commands, summary
 from probe.compare.tokens import compare_tokens, unexplained_difference
 from probe.errors import CompareError
 from probe.store.reader import Dump, open_dump
