@@ -6,7 +6,7 @@ by up to 1.8 %, float64 blocks keep it within 1e-7.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,6 +28,10 @@ MANTISSA_BITS = {
 ROW_NORM_FLOOR = 0.01
 """A row's norm counts as at least this share of the median row norm, so that nearly zero rows cannot raise an alarm;
 where rows have few features, of which one alone may come out near zero, as at least one over their number."""
+
+
+NONFINITE_SHOWN = 8
+"""Places of one-sided non-finite values that are kept: enough to see whether they lie in one row or one column."""
 
 
 def coarser_dtype(*names: str) -> str:
@@ -131,12 +135,17 @@ class PairMetrics:
     * ``rel_l2`` = |d| / |y|, or |d| / |x| when y is zero; ``rmse`` = sqrt(mean d^2); ``max_abs`` = max |d| at
       (row, feature) ``max_abs_at``;
     * ``one_minus_cos`` = (sum d^2 - (|x| - |y|)^2) / (2 |x| |y|), which does not cancel as 1 - x.y / (|x| |y|) does;
-    * ``norm_ratio`` = |x| / |y|; ``ulp_p50``, ``ulp_p99`` = quantiles of the ULP distance in ``ulp_dtype``;
+    * ``norm_ratio`` = |x| / |y|; ``slope`` = x.y / y.y, the s for which |x - s y| is least, and ``slope_rel_l2`` =
+      |x - s y| / |s y|, what is left where x is y times a factor;
+    * ``ulp_p50``, ``ulp_p99``, ``ulp_max`` = quantiles and maximum of the ULP distance in ``ulp_dtype``;
     * ``row_rel_l2`` = float64 [rows], each row's |d| / |y| with the row norm raised to ROW_NORM_FLOOR of the median
-      (to 1 / features of it where that is more);
-      ``row_mismatch`` = bool [rows], rows with a non-finite value on one side only.
+      (to 1 / features of it where that is more); ``row_max_abs`` = its max |d|, ``row_norm_ratio`` = its |x| / |y|;
+      ``row_mismatch`` = bool [rows], rows with a non-finite value on one side only;
+    * ``channel_rel_l2`` = float64 [features], each feature's |d| / |y| over the rows, its norm raised likewise (to
+      1 / rows); ``channel_d2`` = its sum d^2, ``channel_max_abs`` = its max |d|;
+    * ``nonfinite_at`` = (row, feature) of the first NONFINITE_SHOWN values that are non-finite on one side only.
 
-    A figure that has no value (no pair, zero norm) is NaN.
+    A figure that has no value (no pair, zero norm) is NaN. Fields that a caller does not fill in have no value.
     """
 
     rows: int
@@ -159,6 +168,15 @@ class PairMetrics:
     nonfinite_mismatch: int
     row_rel_l2: np.ndarray
     row_mismatch: np.ndarray
+    slope: float = float("nan")
+    slope_rel_l2: float = float("nan")
+    ulp_max: float = float("nan")
+    row_max_abs: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    row_norm_ratio: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    channel_rel_l2: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    channel_d2: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    channel_max_abs: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    nonfinite_at: tuple[tuple[int, int], ...] = ()
 
     @property
     def identical(self) -> bool:
@@ -180,7 +198,9 @@ class PairMeasure:
     def __init__(self, rows: int, ulp_dtype: str) -> None:
         self.rows, self.ulp_dtype = rows, ulp_dtype
         self._row_d2, self._row_x2, self._row_y2 = np.zeros(rows), np.zeros(rows), np.zeros(rows)
-        self._row_mismatch = np.zeros(rows, bool)
+        self._row_max, self._row_mismatch = np.zeros(rows), np.zeros(rows, bool)
+        self._channel_d2, self._channel_y2, self._channel_max = np.zeros(0), np.zeros(0), np.zeros(0)
+        self._nonfinite_at: list[tuple[int, int]] = []
         self._pairs = self._mismatch = 0
         self._features = 1
         self._nan, self._inf = [0, 0], [0, 0]
@@ -194,6 +214,8 @@ class PairMeasure:
         count = len(x)
         x, y = x.reshape(count, -1), y.reshape(count, -1)
         self._features = max(1, x.shape[1])
+        if len(self._channel_d2) != x.shape[1]:
+            self._channel_d2, self._channel_y2, self._channel_max = (np.zeros(x.shape[1]) for _ in range(3))
         step = max(1, BLOCK_VALUES // max(1, x.shape[1]))
         for start in range(0, count, step):
             stop = min(start + step, count)
@@ -202,6 +224,7 @@ class PairMeasure:
     def _block(self, x: np.ndarray, y: np.ndarray, where: slice) -> None:
         if np.array_equal(x, y) and np.isfinite(wide := x.astype(np.float64)).all():
             self._row_x2[where] = self._row_y2[where] = np.einsum("ij,ij->i", wide, wide)
+            self._channel_y2 += np.einsum("ij,ij->j", wide, wide)
             self._pairs += x.size
             self._ulps.add_zeros(x.size)
             return
@@ -216,12 +239,16 @@ class PairMeasure:
         self._pairs += int(finite.sum())
         self._row_x2[where] = np.einsum("ij,ij->i", x64, x64)
         self._row_y2[where] = np.einsum("ij,ij->i", y64, y64)
+        self._channel_y2 += np.einsum("ij,ij->j", y64, y64)
         difference = np.subtract(x64, y64, out=x64)
         self._row_d2[where] = np.einsum("ij,ij->i", difference, difference)
+        self._channel_d2 += np.einsum("ij,ij->j", difference, difference)
         self._note_max(np.abs(difference, out=difference), where.start)
 
     def _note_max(self, magnitude: np.ndarray, row_offset: int) -> None:
         if magnitude.size:
+            self._row_max[row_offset : row_offset + len(magnitude)] = magnitude.max(axis=1)
+            np.maximum(self._channel_max, magnitude.max(axis=0), out=self._channel_max)
             at = int(magnitude.argmax())
             row, feature = divmod(at, magnitude.shape[1])
             if magnitude[row, feature] > self._max:
@@ -234,6 +261,8 @@ class PairMeasure:
         same = (np.isnan(x) & np.isnan(y)) | (x == y) | (np.isfinite(x) & np.isfinite(y))
         self._mismatch += int((~same).sum())
         self._row_mismatch[where] = ~same.all(axis=1)
+        for row, feature in np.argwhere(~same)[: NONFINITE_SHOWN - len(self._nonfinite_at)].tolist():
+            self._nonfinite_at.append((where.start + row, feature))
 
     def result(self) -> PairMetrics:
         """Return the figures over everything taken so far."""
@@ -259,17 +288,39 @@ class PairMeasure:
             inf_x=self._inf[0],
             inf_y=self._inf[1],
             nonfinite_mismatch=self._mismatch,
-            row_rel_l2=self._row_errors(),
+            row_rel_l2=_relative_each(self._row_d2, self._row_y2, self._features),
             row_mismatch=self._row_mismatch,
+            slope=(x2 + y2 - d2) / (2 * y2) if has_pairs and y2 else np.nan,
+            slope_rel_l2=_beside_slope(d2, norm_x, norm_y) if has_pairs else np.nan,
+            ulp_max=self._ulps.quantile(1.0),
+            row_max_abs=self._row_max,
+            row_norm_ratio=_ratio(np.sqrt(self._row_x2), np.sqrt(self._row_y2)),
+            channel_rel_l2=_relative_each(self._channel_d2, self._channel_y2, self.rows),
+            channel_d2=self._channel_d2,
+            channel_max_abs=self._channel_max,
+            nonfinite_at=tuple(self._nonfinite_at),
         )
 
-    def _row_errors(self) -> np.ndarray:
-        if not self.rows:
-            return np.zeros(0)
-        reference = np.where(self._row_y2 > 0, self._row_y2, self._row_x2)
-        floor = max(ROW_NORM_FLOOR, 1 / self._features) ** 2 * float(np.median(reference))
-        scale = np.maximum(reference, floor)
-        return np.sqrt(np.divide(self._row_d2, scale, out=np.zeros_like(scale), where=scale > 0))
+
+def _relative_each(d2: np.ndarray, y2: np.ndarray, length: int) -> np.ndarray:
+    """Return each line's |d| / |y|, the norm of y (of x = d where y is zero) raised to a share of the median."""
+    if not len(d2):
+        return np.zeros(0)
+    reference = np.where(y2 > 0, y2, d2)
+    floor = max(ROW_NORM_FLOOR, 1 / max(1, length)) ** 2 * float(np.median(reference))
+    scale = np.maximum(reference, floor)
+    return np.sqrt(np.divide(d2, scale, out=np.zeros_like(scale), where=scale > 0))
+
+
+def _ratio(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.divide(x, y, out=np.full(len(x), np.nan), where=y > 0)
+
+
+def _beside_slope(d2: float, norm_x: float, norm_y: float) -> float:
+    """Return |x - s y| / |s y| for the best s: the tangent of the angle between x and y, from its 1 - cos."""
+    away = one_minus_cos(d2, norm_x, norm_y)
+    with np.errstate(divide="ignore"):
+        return float(np.sqrt(max(0.0, away * (2 - away))) / np.abs(np.float64(1 - away)))
 
 
 def one_minus_cos(d2: float, norm_x: float, norm_y: float) -> float:

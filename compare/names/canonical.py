@@ -66,6 +66,14 @@ _OFFSETS = {label: (place, ops) for place, (label, ops) in enumerate(LAYER_TENSO
 _LAYER = re.compile(r"^layers\.(\d+)(?=[.:])")
 _EXPERT = re.compile(r"(?<=\.experts\.)(\d+)(?=[.:])")
 
+# Tensors that another module than the one in their label computes: (end of the label, module in its place).
+_MADE_BY: tuple[tuple[str, str], ...] = (
+    (".self_attn.o_proj:input.0", ".self_attn"),  # the attention core's output
+    (".down_proj:input.0", ".act_fn"),
+    (".weight", ""),
+    (".bias", ""),
+)
+
 
 @dataclass(frozen=True, order=True)
 class Place:
@@ -102,3 +110,16 @@ def is_routing(label: str) -> bool:
     """Tell whether a canonical label is of the experts that a token uses: their ids or weights."""
     module, _, slot = label.rpartition(":")
     return module.endswith(".mlp.router") and slot in ROUTING_SLOTS
+
+
+def module_at_fault(label: str) -> str:
+    """Return the canonical module to look at for a canonical label: the one that computes the tensor.
+
+    The input of ``o_proj`` is the attention core's output (``layers.i.self_attn``), that of ``down_proj`` the
+    activation's (``layers.i.mlp.act_fn``), ``layers.i:output.0`` the residual addition (``layers.i``). A parameter's
+    name loses ``.weight`` or ``.bias``; ``config``, ``log-probs`` and other names without a slot stay as they are.
+    """
+    for end, module in _MADE_BY:
+        if label.endswith(end):
+            return label.removesuffix(end) + module
+    return label.partition(":")[0]
