@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= probe-demo
 
-.PHONY: setup demo test fast lint browser matrix clean
+.PHONY: setup demo test fast lint browser matrix faults clean
 
 setup: $(READY)
 
@@ -46,6 +46,10 @@ browser:
 matrix: setup
 	rm -rf probe-matrix
 	$(BIN)/python tests/matrix.py probe-matrix --write docs/matrix.md
+
+# Every fault of tests/faults at every place, in both dtypes, some 10 minutes; make fast runs each of them once.
+faults: setup
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults --jobs 2 --write docs/faults.md
 
 clean:
 	rm -rf $(VENV) $(DEMO) probe-matrix .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

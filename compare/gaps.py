@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from probe.compare.coverage import FewerRows
 from probe.compare.evidence import Evidence
-from probe.compare.gates import WEIGHTS_UNSEEN
 from probe.compare.match import UNKNOWN, Entry
 from probe.compare.names.canonical import LOGITS
 from probe.compare.report.model import ROW_REASONS, counted
+from probe.compare.weights_gate import WEIGHTS_UNSEEN
 from probe.store.reader import Dump
 
 ROW_GAPS = {

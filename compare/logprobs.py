@@ -8,7 +8,7 @@ import numpy as np
 
 from probe.compare.names.canonical import LOGITS
 from probe.compare.side import Side
-from probe.metrics import logprobs_from_logits
+from probe.metrics import BLOCK_VALUES, logprobs_from_logits
 from probe.store.reader import Dump
 from probe.store.schema import TOKEN
 
@@ -32,9 +32,11 @@ def complete_logprobs(side: Side) -> None:
         for number in wanted & set(np.unique(rows["sequence"]).tolist()):
             mine = dump.tokens[spans[number]]  # a view: what is assigned below lands in the table
             here = np.nonzero((rows["sequence"] == number) & (rows["position"] < len(mine) - 1))[0]
-            scored = rows["position"][here] + 1
-            tokens = mine["token"][scored]
-            mine["logprob_recomputed"][scored] = logprobs_from_logits(values[here][:, :vocab], tokens)
+            step = max(1, BLOCK_VALUES // max(1, values.shape[1]))
+            for at in (here[start : start + step] for start in range(0, len(here), step)):
+                scored = rows["position"][at] + 1
+                logits = values[at][:, :vocab]
+                mine["logprob_recomputed"][scored] = logprobs_from_logits(logits, mine["token"][scored])
 
 
 def _add_sequences(dump: Dump) -> set[int]:

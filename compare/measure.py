@@ -1,16 +1,25 @@
-"""Measure every matched tensor once: read, join rows, accumulate, judge. Memory holds one tensor of each side."""
+"""Measure every matched tensor once, and judge them one after another in execution order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from probe.compare.align import RowAligner, RowJoin
 from probe.compare.coverage import Recomputed
+from probe.compare.figures import (
+    FigureMaker,
+    Figures,
+    Observer,
+    measure_blocks,
+    measure_stored,
+)
 from probe.compare.floors.floors import Floors, model_dtypes
-from probe.compare.judge import Judgement, effective_dtype, judge
+from probe.compare.floors.ratio import GoldenRatio
+from probe.compare.judge import Floor, Judgement, effective_dtype, judge
 from probe.compare.match import Match, Matching
 from probe.compare.merge import CanonicalReader
 from probe.compare.moe.flips import Routing
@@ -18,10 +27,7 @@ from probe.compare.moe.restrict import Levels, Restricted
 from probe.compare.names.canonical import is_routing
 from probe.compare.side import Side
 from probe.errors import ProbeError, UsageError
-from probe.metrics import BLOCK_VALUES, PairMeasure, PairMetrics, coarser_dtype, measure_pair
-
-Observer = Callable[[str, int, int], None]
-"""Called with (what is being done, steps done, steps in all)."""
+from probe.metrics import PairMetrics, coarser_dtype, measure_pair
 
 
 @dataclass
@@ -30,7 +36,8 @@ class Measured:
 
     ``metrics`` and ``join`` are None where the two sides cannot be compared; ``judgement.reason`` says why.
     ``restricted``: the figures that decided where flips of experts reached some rows. ``among``: the joined rows (bool)
-    of which alone one can be at fault, None for all.
+    of which alone one can be at fault, None for all. ``floor``: what rounding explains; ``golden``: which side is
+    nearer to a reference in higher precision, where one was given.
     """
 
     match: Match
@@ -40,6 +47,8 @@ class Measured:
     join: RowJoin | None = None
     restricted: Restricted | None = None
     among: np.ndarray | None = None
+    floor: Floor | None = None
+    golden: GoldenRatio | None = None
 
 
 @dataclass
@@ -52,6 +61,7 @@ class Measurer:
     matching: Matching
     floors: Floors
     observer: Observer | None = None
+    jobs: int = 0
     joins: list[RowJoin] = field(default_factory=list)
     recomputed: tuple[Recomputed, Recomputed] = field(default_factory=lambda: (Recomputed(), Recomputed()))
 
@@ -67,22 +77,20 @@ class Measurer:
         matches = (*self.matching.matched, *self.matching.routing)
         everything = sorted(matches, key=lambda match: (match.place.rank, match.label))
         results = []
-        for order, match in enumerate(everything):
-            if self.observer:
-                self.observer("measuring", order, len(everything))
-            try:
-                results.append(self._ids(match, order) if match.label.endswith(":ids") else self._one(match, order))
-            except UsageError:
-                raise
-            except ProbeError as error:  # a tensor that cannot be merged is reported, the others go on
-                results.append(_incomparable(match, order, str(error)))
-            self._verdicts[match.label] = results[-1].judgement.verdict
+        maker = FigureMaker(self._readers, self.aligner, self.jobs, self.observer)
+        with maker.each(everything) as figures:
+            for order, (match, make) in enumerate(zip(everything, figures)):
+                if self.observer:
+                    self.observer("measuring", order, len(everything))
+                try:
+                    is_ids = match.label.endswith(":ids")
+                    results.append(self._ids(match, order) if is_ids else self._one(match, order, make))
+                except UsageError:
+                    raise
+                except ProbeError as error:  # a tensor that cannot be merged is reported, the others go on
+                    results.append(_incomparable(match, order, str(error)))
+                self._verdicts[match.label] = results[-1].judgement.verdict
         return results
-
-    def _values(self, match: Match) -> tuple[np.ndarray, np.ndarray]:
-        if is_routing(match.label):
-            return self.routing.weights(match)
-        return self._readers[0].read(match.source_a), self._readers[1].read(match.source_b)
 
     def left_out(self) -> tuple[int, int]:
         """Return for each side the rows that no matched tensor holds whole: ranks that share them lack parts."""
@@ -105,39 +113,53 @@ class Measurer:
         judgement = self.routing.judge_ids(layer, verdict)
         return Measured(match, order, judgement, metrics, found.join, among=among)
 
-    def _one(self, match: Match, order: int) -> Measured:
-        reader_a, reader_b = self._readers
-        join = self.aligner.rows(reader_a.rows(match.source_a), reader_b.rows(match.source_b))
+    def _one(self, match: Match, order: int, make: Callable[[], Figures]) -> Measured:
+        found = make()
+        join, metrics = found.join, found.metrics
         self.joins.append(join)
         if not len(join.index_a):
             return _incomparable(match, order, "no row of it was stored on both sides")
-        x, y = self._values(match)
-        for side, values in enumerate((x, y)):
-            self.recomputed[side].note(join.table(side), values)
-        if x.shape[1:] != y.shape[1:]:
-            problem = f"the sides hold {x.shape[1]} and {y.shape[1]} features per row"
+        for side, (reader, source) in enumerate(zip(self._readers, (match.source_a, match.source_b))):
+            self.recomputed[side].note(join.table(side), partial(reader.read, source), reader.features(source))
+        if is_routing(match.label):
+            return self._weights(match, order, join)
+        if found.problem:
             stated = match.source_a.stated or match.source_b.stated
             if stated:
-                raise UsageError(f"{stated} pairs two tensors as {match.label}, but {problem}", "correct the entry")
-            return _incomparable(match, order, problem)
-        dtypes = self.a.dtype_of(match.source_a), self.b.dtype_of(match.source_b)
-        metrics = measure_rows(x, y, join, coarser_dtype(*dtypes))
-        if not metrics.pairs and not metrics.nonfinite_mismatch:
+                problem = f"{stated} pairs two tensors as {match.label}, but {found.problem}"
+                raise UsageError(problem, "correct the entry")
+            return _incomparable(match, order, found.problem)
+        if metrics is None or (not metrics.pairs and not metrics.nonfinite_mismatch):
             return _incomparable(match, order, "no value of it is finite on either side")
-        floor = self.floors.of(match).value
+        floor = self.floors.of(match)
         if match.proposal is not None:
-            return Measured(match, order, as_proposed(judge(metrics, floor, self._levels.level)), metrics, join)
-        if is_routing(match.label):
-            self.routing.note_weights(match.place.rank[0], x, y, join)
-            floor *= self.routing.weights_gain(match.place.rank[0])
+            proposed = as_proposed(judge(metrics, floor, self._levels.level))
+            return Measured(match, order, proposed, metrics, join, floor=floor)
+        return self._judged(match, order, found, floor, lambda part: measure_stored(self._readers, match, part))
+
+    def _weights(self, match: Match, order: int, join: RowJoin) -> Measured:
+        """Compare the weights of the experts used, each in its expert's column."""
+        layer = match.place.rank[0]
+        a, b, experts = self.routing.weights(match)
+        dtype = coarser_dtype(self.a.dtype_of(match.source_a), self.b.dtype_of(match.source_b))
+        self.routing.note_weights(layer, a, b, experts, join)
+        found = Figures(join, measure_blocks(a, b, join, dtype, experts))
+        floor = self.floors.of(match).times(self.routing.weights_gain(layer))
+        return self._judged(match, order, found, floor, lambda part: measure_blocks(a, b, part, dtype, experts))
+
+    def _judged(
+        self, match: Match, order: int, found: Figures, floor: Floor, measure: Callable[[RowJoin], PairMetrics]
+    ) -> Measured:
+        """Judge a tensor on the rows that flips have left; ``measure`` gives the figures of some of its rows."""
+        join, metrics = found.join, found.metrics
+        assert metrics is not None
 
         def on(rows: np.ndarray) -> PairMetrics:
-            part = replace(join, index_a=join.index_a[rows], index_b=join.index_b[rows])
-            return measure_rows(x, y, part, coarser_dtype(*dtypes))
+            return measure(replace(join, index_a=join.index_a[rows], index_b=join.index_b[rows]))
 
         judgement, restricted = self._levels.judge(metrics, floor, self.routing.left(match.place, join), on)
         among = None if restricted is None else restricted.at
-        return Measured(match, order, judgement, metrics, join, restricted, among)
+        return Measured(match, order, judgement, metrics, join, restricted, among, floor)
 
 
 def as_proposed(judgement: Judgement) -> Judgement:
@@ -145,24 +167,6 @@ def as_proposed(judgement: Judgement) -> Judgement:
     if judgement.verdict != "divergent":
         return judgement
     return replace(judgement, verdict="suspect", reason=f"{judgement.reason}; but the pair is only proposed")
-
-
-def measure_rows(x: np.ndarray, y: np.ndarray, join: RowJoin, ulp_dtype: str) -> PairMetrics:
-    """Return the figures of the joined rows of two tensors [rows, features], gathered block by block."""
-    measure = PairMeasure(len(join.index_a), ulp_dtype)
-    step = max(1, BLOCK_VALUES // max(1, x.shape[1]))
-    for start in range(0, len(join.index_a), step):
-        rows = slice(start, start + step)
-        measure.update(_take(x, join.index_a[rows]), _take(y, join.index_b[rows]), start)
-    return measure.result()
-
-
-def _take(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the given rows, without a copy where they are consecutive."""
-    first, last = int(rows[0]), int(rows[-1])
-    if last - first == len(rows) - 1 and (np.diff(rows) == 1).all():
-        return values[first : last + 1]
-    return values[rows]
 
 
 def _incomparable(match: Match, order: int, reason: str) -> Measured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -11,7 +12,8 @@ from probe.compare.names.base import ModelShape, Source
 from probe.compare.side import Side
 from probe.errors import CompareError
 from probe.layout import cut_vocabulary, split_gate_up, split_qkv_groups, split_sizes
-from probe.store.dtypes import round_to
+from probe.metrics import BLOCK_VALUES
+from probe.store.dtypes import round_to, stored_dtype, widen
 
 Shards = list[np.ndarray]
 """One native tensor: an array per tensor-parallel (TP) rank where ranks share its features, else the only entry."""
@@ -20,6 +22,15 @@ Operation = Callable[[list[Shards], int, ModelShape, int], np.ndarray]
 
 ROUNDED = frozenset({"sum", "rms_norm"})
 """Operations that compute: their float32 result is rounded to the dump's dtype, as an engine would."""
+
+
+MOVING = frozenset(
+    {"whole", "kv_heads", "split_qkv", "split_qkv_groups", "split_gate_up", "split_q_a_kv_a", "cut_vocabulary"}
+)
+"""Operations that only move values of one native tensor: they do the same to the bits of bf16 or fp8 as to numbers."""
+
+PADDED = {"chosen_experts": -1, "chosen_weights": 0}
+"""Operations that return as many features as any of their rows needs, and what the others are filled up with."""
 
 
 def _joined(shards: Shards, axis: int) -> np.ndarray:
@@ -143,22 +154,63 @@ def _need_heads(shape: ModelShape) -> None:
         )
 
 
-class CanonicalReader:
-    """Read canonical tensors of one side as [rows, features].
+KEPT_BYTES = 64 << 20
+"""Larger native tensors are not kept in memory after they were read."""
 
-    The native tensors read last are kept (``keep`` of them), because q, k and v, or gate and up, come from one.
+
+class CanonicalReader:
+    """Read canonical tensors of one side as [rows, features], whole or some rows of them.
+
+    The native tensors last read whole are kept (``keep`` of them), because q, k and v, or gate and up, come from one.
+    Several threads can read rows at the same time.
     """
 
     def __init__(self, side: Side, keep: int = 2) -> None:
         self.side, self.keep = side, keep
-        self._recent: dict[str, Shards] = {}
+        self._recent: dict[tuple[str, bool], Shards] = {}
+        self._widths: dict[tuple[tuple[str, ...], str], int] = {}
 
-    def read(self, source: Source) -> np.ndarray:
-        """Return all stored rows; what is computed from several tensors is rounded to the dump's dtype."""
-        arrays = [self._native(label) for label in source.native]
+    def read(self, source: Source, rows: np.ndarray | None = None) -> np.ndarray:
+        """Return all stored rows, or those numbered in ``rows`` (int64) in their order.
+
+        What is computed from several tensors is rounded to the dump's dtype.
+        """
+        values, bits = self.read_bits(source, rows)
+        return widen(values, bits) if bits else values
+
+    def read_bits(self, source: Source, rows: np.ndarray | None = None) -> tuple[np.ndarray, str]:
+        """Return what :meth:`read` does, and the dtype whose bits it is where bf16 and fp8 were left as stored."""
+        dtype = self.side.dtype_of(source)
+        bits = dtype if source.operation in MOVING and stored_dtype(dtype).raw_bits else ""
+        arrays = [self._native(label, rows, raw=bool(bits)) for label in source.native]
         arrays += [[self.side.parameter(name).rows] for name in source.parameters]
         values = OPERATIONS[source.operation](arrays, source.part, self.side.shape, -1)
-        return round_to(values, self.side.dtype_of(source)) if source.operation in ROUNDED else values
+        if source.operation in ROUNDED:
+            values = round_to(values, dtype)
+        if source.operation in PADDED and rows is not None:
+            missing = max(0, self._width(source) - values.shape[1])
+            values = np.pad(values, ((0, 0), (0, missing)), constant_values=PADDED[source.operation])
+        return values, bits
+
+    def _width(self, source: Source) -> int:
+        """Return how many features a padded operation's widest row has."""
+        key = (source.native, source.operation)
+        if key not in self._widths:
+            count, step = self.stored_rows(source), max(1, BLOCK_VALUES // max(1, self.features(source)))
+            self._widths[key] = 0  # nothing is filled up while it is found out
+            starts = range(0, count, step)
+            blocks = (self.read(source, np.arange(start, min(start + step, count))) for start in starts)
+            self._widths[key] = max((block.shape[1] for block in blocks), default=0)
+        return self._widths[key]
+
+    def features(self, source: Source) -> int:
+        """Return how many numbers of a row are read for a source, at most."""
+        infos = (self.side.dump.tensors[self.side.natives[label]] for label in source.native)
+        return max((math.prod(info.feature_shape) for info in infos), default=1)
+
+    def stored_rows(self, source: Source) -> int:
+        """Return how many rows are stored of a source."""
+        return self.side.dump.tensors[self.side.natives[source.native[0]]].rows
 
     def rows(self, source: Source) -> np.ndarray:
         """Return the row table of a source; raise CompareError when its native tensors disagree about rows."""
@@ -168,10 +220,15 @@ class CanonicalReader:
             raise CompareError(f"{labels} of {self.side.dump.path} hold different rows", "dump again")
         return tables[0]
 
-    def _native(self, label: str) -> Shards:
-        if label not in self._recent:
-            shards = self.side.dump.read_shards(*self.side.natives[label])
+    def _native(self, label: str, rows: np.ndarray | None, *, raw: bool) -> Shards:
+        """Return a native tensor's shards as [rows, features]."""
+        key = (label, raw)
+        if key in self._recent and rows is None:
+            return self._recent[key]
+        shards = self.side.dump.read_shards(*self.side.natives[label], rows, raw=raw)
+        shards = [shard.reshape(len(shard), math.prod(shard.shape[1:])) for shard in shards]
+        if rows is None and sum(shard.nbytes for shard in shards) <= KEPT_BYTES:
             while len(self._recent) >= self.keep:
                 self._recent.pop(next(iter(self._recent)))
-            self._recent[label] = [shard.reshape(len(shard), -1) for shard in shards]
-        return self._recent[label]
+            self._recent[key] = shards
+        return shards

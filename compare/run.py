@@ -12,31 +12,35 @@ from probe._version import __version__
 from probe.compare.align import RowAligner
 from probe.compare.coverage import RowCoverage, count_rows, fewer_rows, held_rows
 from probe.compare.diagnose.run import diagnose, recommend
+from probe.compare.environment_gate import environment_entries
 from probe.compare.evidence import Evidence
-from probe.compare.floors.floors import Floors
+from probe.compare.figures import Observer
+from probe.compare.findings import located_section, replay_section
+from probe.compare.floors.golden import measure_golden
+from probe.compare.floors.measured import measure_floors
 from probe.compare.gaps import not_compared
-from probe.compare.gates import declared_lag, gates_of
 from probe.compare.judge import overall
 from probe.compare.locate.first import first_divergence, worst_rows
 from probe.compare.locate.run import locate
 from probe.compare.logprobs import complete_logprobs
 from probe.compare.mapping import UserMap, load_map, read_mapped
 from probe.compare.match import SAME_NAME, Match, Matching, match_tensors
-from probe.compare.measure import Measured, Measurer, Observer
+from probe.compare.measure import Measured, Measurer
 from probe.compare.moe.experts import excuse_idle, is_expert
 from probe.compare.moe.flips import Routing
 from probe.compare.moe.flips import section as moe_section
 from probe.compare.names.canonical import LOGITS
+from probe.compare.preflight import preflight
 from probe.compare.replay.run import replay_sides
 from probe.compare.replay.verdicts import apply_replays
-from probe.compare.replicas import replicas_gate
 from probe.compare.report.model import NOT_BUILT, SCHEMA, clean_floats
-from probe.compare.sections import coverage_section, dump_summary, layers_section, located_section, replay_section
+from probe.compare.sampling_gate import OTHER_DISTRIBUTION
+from probe.compare.sections import coverage_section, dump_summary, layers_section
 from probe.compare.sequences import SequenceJoin, join_sequences
-from probe.compare.settings_gates import config_gate, environment_entries, environment_gate
 from probe.compare.side import Side
 from probe.compare.summary import headline, next_commands, summary
 from probe.compare.tokens import compare_tokens, unexplained_difference
+from probe.compare.weights_gate import declared_lag
 from probe.errors import CompareError
 from probe.store.reader import Dump, open_dump
 
@@ -98,12 +102,12 @@ def compare_open(
     _require_joined(a, b, join)
     matching = match_tensors(side_a, side_b)
     environment = environment_entries(a, b)
-    others = replicas_gate(a, b), config_gate(side_a, side_b), environment_gate(environment)
-    gates = gates_of(side_a, side_b, join, others)
+    gates = preflight(side_a, side_b, join, environment, chosen.weights)
     aligner = RowAligner(join, a.sequences, b.sequences, across_versions=chosen.across_versions)
-    floors = Floors(side_a, side_b)
-    measurer = Measurer(side_a, side_b, aligner, matching, floors, observer)
+    floors, floor_gate = measure_floors(side_a, side_b, matching.matched, chosen.floor)
+    measurer = Measurer(side_a, side_b, aligner, matching, floors, observer, chosen.jobs)
     measured = measurer.run()
+    gates += [*floor_gate, *measure_golden(side_a, side_b, measured, chosen.golden)]
     tokens = compare_tokens(a, b, aligner, text=chosen.text)
     rows = count_rows(aligner, measurer.joins, a, b, measurer.recomputed, measurer.left_out())
     _require_something(a, b, measured, tokens, rows)
@@ -129,7 +133,8 @@ def _conclude(e: Evidence, aligner: RowAligner, options: Options) -> None:
     statuses = {gate.name: gate.status for gate in e.gates}
     words = [entry.judgement.verdict for entry in e.measured]
     coverage = min(e.tensor_share, e.rows.covered)
-    e.verdict = overall(words, statuses, unexplained.mean, coverage, e.min_coverage, unexplained.worst)
+    other = any(finding.cause in OTHER_DISTRIBUTION for finding in e.gate("sampling").findings)
+    e.verdict = overall(words, statuses, unexplained.mean, coverage, e.min_coverage, unexplained.worst, other)
     e.first = first_divergence(e.measured, e.join.pairs)
     e.located = locate(e)
     e.suspects = diagnose(e)

@@ -7,6 +7,7 @@ from typing import Any
 
 from probe.compare.coverage import FewerRows
 from probe.compare.evidence import Evidence
+from probe.compare.locate.sides import which_side
 from probe.compare.match import Entry
 from probe.compare.measure import Measured
 from probe.compare.names.base import RECOMPUTED, Source, key_of
@@ -14,7 +15,7 @@ from probe.compare.side import Side
 from probe.store.reader import Dump
 
 FIGURES = ("rel_l2", "rmse", "max_abs", "one_minus_cos", "ulp_p50", "ulp_p99", "norm_ratio")
-JUDGED = ("floor", "ratio", "own_error", "inherited_error")
+JUDGED = ("floor", "floor_source", "floor_gain", "ratio", "evidence", "golden", "own_error", "inherited_error")
 
 
 def dump_summary(dump: Dump) -> dict[str, Any]:
@@ -80,27 +81,17 @@ def layers_section(evidence: Evidence) -> list[dict[str, Any]]:
     return layers
 
 
-def replay_section(evidence: Evidence) -> dict[str, Any]:
-    """Return what replaying each module from its own stored inputs showed, by side."""
-    replays = evidence.replays
-    modules = {side: [asdict(found) for found in labels.values()] for side, labels in replays.by_side.items()}
-    return {"modules": modules, "skipped": replays.skipped, "why_not": replays.why_not, "weights": replays.weights}
-
-
-def located_section(evidence: Evidence) -> dict[str, Any]:
-    """Return where the divergence is: jumps, outlier tokens, patterns of rows and channels, the heat map."""
-    found = asdict(evidence.located)
-    own = found.pop("own")
-    return {**found, "own_errors": len(own)}
-
-
 def _layer(entry: Measured, evidence: Evidence) -> dict[str, Any]:
     a, b, pairs = evidence.side_a, evidence.side_b, evidence.join.pairs
     metrics, join = entry.metrics, entry.join
     layer = _blank(entry.match.label, entry.order, entry.judgement.verdict, _reason(entry))
     layer |= {"floor": entry.judgement.floor, "ratio": entry.judgement.ratio}
+    if entry.floor is not None:
+        layer |= {"floor_source": entry.floor.source, "floor_gain": entry.floor.gain}
+        layer |= {"evidence": entry.judgement.evidence, "golden": entry.golden and asdict(entry.golden)}
     own = evidence.located.own.get(entry.match.label)
     layer |= {"own_error": own.own, "inherited_error": own.inherited} if own else {}
+    layer["side"] = which_side(evidence, entry.match.label)
     if entry.match.proposal is not None:
         layer |= {"proposed": True, "proposal": asdict(entry.match.proposal)}
     layer["a"], layer["b"] = _origin(a, entry.match.source_a), _origin(b, entry.match.source_b)
@@ -138,7 +129,8 @@ def _blank(label: str, order: int, verdict: str, reason: str) -> dict[str, Any]:
     name, slot = key_of(label)
     empty = dict.fromkeys((*FIGURES, *JUDGED, "max_abs_at", "worst_row", "restricted"))
     counts = dict.fromkeys(("nan_a", "nan_b", "inf_a", "inf_b", "rows"), 0)
-    head = {"name": name, "slot": slot, "order": order, "verdict": verdict, "reason": reason, "proposed": False}
+    head = {"name": name, "slot": slot, "order": order, "verdict": verdict, "side": "", "reason": reason}
+    head |= {"proposed": False}
     nothing: dict[str, Any] = {"tensors": [], "operation": None, "recomputed": False, "dtype": None, "norm": None}
     return {**head, **empty, **counts, "a": nothing, "b": dict(nothing)}
 

@@ -1,22 +1,33 @@
-"""The config and environment gates: differences in what the model is, and in what it ran on."""
+"""The config gate: differences in what the model is, in its config and in the scalars of its modules."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from probe.compare.gates import SHOWN, Gate
+from probe.compare.floors.quantised import declared
+from probe.compare.gates import SHOWN, Gate, GateFinding
 from probe.compare.names.base import key_of
 from probe.compare.side import Side, vocab_is_padded
-from probe.store.reader import Dump
+from probe.store.schema import ModuleInfo
 
 SEMANTIC = frozenset(
     {
+        *(
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+        ),
+        *("mscale", "mscale_all_dim", "attention_factor", "layernorm_zero_centered_gamma", "qkv_bias"),
         *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
         *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "layer_norm_eps", "rope_theta", "rope_scaling"),
-        *("rope_type", "partial_rotary_factor", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings"),
+        *("rope_type", "partial_rotary_factor", "attention_bias", "mlp_bias", "tie_word_embeddings"),
         *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "query_pre_attn_scalar"),
         *("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts", "attention_scale"),
         *("num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "scoring_func", "n_group", "topk_group"),
@@ -34,26 +45,61 @@ IGNORED = frozenset(
 )
 """Config keys without influence on a forward pass, or that the environment gate reports."""
 
-SCALARS = {
-    "eps": ("eps", "variance_epsilon"),
-    "attention scale": ("scaling", "scale", "softmax_scale"),
-    "rope base": ("base", "rotary_base"),
-    "rope pairing (is_neox_style)": ("is_neox_style",),
-    "rotary dimension": ("rotary_dim",),
-    "sliding window": ("sliding_window",),
+CAUSES = {
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), "norm-eps"),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), "rope-base"),
+    **dict.fromkeys(
+        (
+            *("rope_scaling", "rope_type", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor"),
+            *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+            "attention_factor",
+        ),
+        "rope-scaling",
+    ),
+    **dict.fromkeys(("attention_scale", "query_pre_attn_scalar", "attention_multiplier"), "attention-scale"),
+    **dict.fromkeys(("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"), "sliding-window"),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), "softcap"),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias"), "wrong-bias"),
+    "hidden_act": "activation",
+    "norm_topk_prob": "norm-topk",
+    "routed_scaling_factor": "router-scale",
+    "residual_multiplier": "scale",
+    "tie_word_embeddings": "untied-head",
+    "layernorm_zero_centered_gamma": "norm-weight-offset",
 }
-"""What a module scalar means -> the attribute names that engines give it."""
+"""Config key -> the cause that a difference in it is; any other is ``other-config``."""
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number that a module holds: in words, its attribute in different engines, the cause that a difference is, and
+    the config key that should say the same."""
+
+    words: str
+    attributes: tuple[str, ...]
+    cause: str
+    key: str = ""
+
+
+SCALARS = (
+    Scalar("eps", ("eps", "variance_epsilon"), "norm-eps", "rms_norm_eps"),
+    Scalar("attention scale", ("scaling", "scale", "softmax_scale"), "attention-scale"),
+    Scalar("rope base", ("base", "rotary_base"), "rope-base", "rope_theta"),
+    Scalar("rope pairing (is_neox_style)", ("is_neox_style",), "rope-pairing"),
+    Scalar("rotary dimension", ("rotary_dim",), "rope-scaling"),
+    Scalar("sliding window", ("sliding_window",), "sliding-window", "sliding_window"),
+)
+"""What modules hold that a config gives for the whole model, or not at all."""
+
+ALONE = re.compile(r"(^|layers\.\d+\.\w+_layer)norm$")
+"""Norms whose eps is the config's in every model: another one is a difference though only one side shows it. (Norms of
+latent projections have a constant of their own.)"""
+
+ATTENTION = re.compile(r"(layers\.\d+\.self_att(?:n|ention))(?:\.attn|\.core_attention)?")
+"""Native paths of modules that hold the attention's scale and window; they give no output of a canonical name."""
 
 SAME_SCALAR = 1e-6
 """Relative difference of equal scalars: 1e-6 as a float32 is 9.99999997e-7."""
-
-NUMERIC = re.compile(
-    r"torch|torch[_-]npu|cuda|cudnn|cann|triton|flash[_-]attn|transformer[_-]engine|mindspeed|vllm|megatron[_-]core"
-    r"|env\.(VLLM|NVTE|NCCL|HCCL|LCCL|CUBLAS|CUDA|NVIDIA|TORCH|PYTORCH|ASCEND|ACL|MKL|ONEDNN|TASK|INF_NAN)\w*"
-    r"|dtype|device|tf32|deterministic.*|matmul.*",
-    re.IGNORECASE,
-)
-"""Environment keys that can change numbers: a difference warns; others are only listed."""
 
 
 def config_gate(a: Side, b: Side) -> Gate:
@@ -66,17 +112,43 @@ def config_gate(a: Side, b: Side) -> Gate:
         alone = sorted((configs[0].keys() ^ configs[1].keys()) & SEMANTIC)
         keys = sorted(configs[0].keys() & configs[1].keys())
     differing = [key for key in keys if not _equal(*(config.get(key) for config in configs))]
-    said = {key: f"{key} is {configs[0].get(key)} in a, {configs[1].get(key)} in b" for key in differing}
-    semantic = [said[key] for key in differing if key in SEMANTIC] + module_scalars(a, b)
-    others = [said[key] for key in differing if key not in SEMANTIC]
+    said = [_key_finding(key, *(config.get(key) for config in configs)) for key in differing]
+    semantic = [f for key, f in zip(differing, said) if key in SEMANTIC] + module_scalars(a, b)
+    declared = _declared(a, b)
+    others = [f.text for key, f in zip(differing, said) if key not in SEMANTIC] + [f.text for f in declared]
     if semantic:
-        return Gate("config", "fail", _sentence(semantic))
+        return Gate("config", "fail", _sentence([f.text for f in semantic]), (*semantic, *declared))
     if not configs[0] or not configs[1]:
-        return Gate("config", "skipped", "a side's manifest holds no model config")
+        return Gate("config", "skipped", "a side's manifest holds no model config", tuple(declared))
     if others:
-        return Gate("config", "warn", _sentence(others))
+        return Gate("config", "warn", _sentence(others), tuple(declared))
     unsaid = f"; stated by one side only: {', '.join(alone)}" if alone else ""
     return Gate("config", "pass", f"model configs and module scalars agree{unsaid}")
+
+
+def _key_finding(key: str, left: Any, right: Any) -> GateFinding:
+    figures: dict[str, float | int | str] = {"key": key, "a": _plain(left), "b": _plain(right)}
+    text = f"{key} is {left} in a, {right} in b"
+    return GateFinding(CAUSES.get(key, "other-config"), "config", "unknown", text, figures)
+
+
+def _plain(value: Any) -> float | int | str:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _declared(a: Side, b: Side) -> list[GateFinding]:
+    """Return the quantisation and the dtype of the KV cache that one side declares and the other does not."""
+    found = []
+    words = [declared(side.dump.manifest) for side in (a, b)]
+    for what, cause, key in (("weights", "weight-precision", "linear"), ("KV cache", "kv-cache-dtype", "attention")):
+        errors = [float(getattr(quantised, key)) for quantised in words]
+        if errors[0] != errors[1]:
+            side = "a" if errors[0] > errors[1] else "b"
+            text = (
+                f"{side} declares {(words[0] if side == 'a' else words[1]).words}, coarser {what} than the other side's"
+            )
+            found.append(GateFinding(cause, "config", side, text, dict(zip("ab", errors))))
+    return found
 
 
 def _from_object(manifest: Mapping[str, Any]) -> bool:
@@ -119,70 +191,66 @@ def _without_defaults(flat: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if (key, value) not in absent}
 
 
-def module_scalars(a: Side, b: Side) -> list[str]:
-    """Return a sentence per module scalar (eps, scale, rope base, ...) that differs between matched modules."""
+def module_scalars(a: Side, b: Side) -> list[GateFinding]:
+    """Return a finding per module scalar (eps, scale, rope base, ...) that differs between matched modules.
+
+    The side whose scalar is not what its own config says is named, and so is one that no other side contradicts.
+    """
     scalars = [_scalars_by_module(side) for side in (a, b)]
+    configs = [flat_config(side.dump.manifest) for side in (a, b)]
     found = []
-    for module, left in scalars[0].items():
-        right = scalars[1].get(module, {})
-        for meaning, value in left.items():
-            if meaning in right and not _equal(value, right[meaning]):
-                found.append(f"{meaning} of {module} is {value!r} in a, {right[meaning]!r} in b")
+    for module in {**scalars[0], **scalars[1]}:
+        for scalar in SCALARS:
+            values = [known.get(module, {}).get(scalar.words) for known in scalars]
+            own = [_is_own(value, config.get(scalar.key)) for value, config in zip(values, configs)]
+            text = f"{scalar.words} of {module} is {values[0]!r} in a, {values[1]!r} in b"
+            if None in values:
+                text = "".join(
+                    f"{scalar.words} of {module} is {value!r} in {name}, whose config says {config.get(scalar.key)!r}"
+                    for name, value, config in zip("ab", values, configs)
+                    if value is not None
+                )
+            alone = None in values and False in own and scalar.cause == "norm-eps" and ALONE.search(module)
+            if alone or (None not in values and not _equal(*values)):
+                side = {(True, False): "b", (False, True): "a", (None, False): "b", (False, None): "a"}
+                figures: dict[str, float | int | str] = {n: _plain(v) for n, v in zip("ab", values)}
+                found.append(GateFinding(scalar.cause, module, side.get((own[0], own[1]), "unknown"), text, figures))
     return found
 
 
+def _is_own(value: Any, configured: Any) -> bool | None:
+    """Tell whether a module's scalar is what the config says; None where either is unknown."""
+    if value is None or not isinstance(configured, int | float):
+        return None
+    return _equal(value, configured)
+
+
 def _scalars_by_module(side: Side) -> dict[str, dict[str, Any]]:
-    """Return canonical module -> meaning -> value, for outputs that one native module gives whole."""
-    result: dict[str, dict[str, Any]] = {}
+    """Return canonical module -> meaning -> value, for outputs that one native module gives whole, and attentions."""
+    homes: dict[str, str] = {}
     for label, source in side.resolution.sources.items():
         module, slot = key_of(label)
-        path = side.natives[source.native[0]][0]
-        info = side.dump.modules.get(path)
-        if info is None or not slot.startswith("output."):
-            continue
-        for meaning, names in SCALARS.items():
-            value = next((info.info[name] for name in names if name in info.info), None)
-            if value is not None:
-                result.setdefault(module, {})[meaning] = value
+        if slot.startswith("output."):
+            homes[module] = side.natives[source.native[0]][0]
+    result: dict[str, dict[str, Any]] = {}
+    for module, path in homes.items():
+        _note(result, module, side.dump.modules.get(path))
+    for path, info in side.dump.modules.items():
+        inside = ATTENTION.fullmatch(side.strip(path).removeprefix("decoder."))
+        if inside:
+            _note(result, inside[1].replace("self_attention", "self_attn"), info)
     return result
+
+
+def _note(result: dict[str, dict[str, Any]], module: str, info: ModuleInfo | None) -> None:
+    """Add the scalars that a module holds."""
+    for scalar in SCALARS if info is not None else ():
+        value = next((info.info[name] for name in scalar.attributes if info and name in info.info), None)
+        if value is not None:
+            result.setdefault(module, {}).setdefault(scalar.words, value)
 
 
 def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, int | float) and isinstance(right, int | float):
         return math.isclose(left, right, rel_tol=SAME_SCALAR)
     return bool(left == right)
-
-
-# -- environment ------------------------------------------------------------------------------------------------------
-
-
-def environment_entries(a: Dump, b: Dump) -> list[dict[str, Any]]:
-    """Return every known fact about both runs; differences that can change numbers have severity ``warn``.
-
-    A fact that only one side states counts between runs of one engine; another engine has switches of its own.
-    """
-    facts = [_environment(dump) for dump in (a, b)]
-    entries = []
-    for key in {**facts[0], **facts[1]}:
-        left, right = facts[0].get(key), facts[1].get(key)
-        comparable = a.engine == b.engine or None not in (left, right)
-        warn = left != right and comparable and bool(NUMERIC.fullmatch(key))
-        entries.append({"key": key, "a": left, "b": right, "severity": "warn" if warn else "info"})
-    return sorted(entries, key=lambda entry: entry["severity"] != "warn")
-
-
-def _environment(dump: Dump) -> dict[str, str | None]:
-    engine = dump.manifest.get("engine") or {}
-    facts: dict[str, Any] = {name: dump.manifest.get(name) for name in ("dtype", "device")}
-    facts |= {str(engine.get("name") or "engine"): engine.get("version")} if engine else {}
-    facts |= {f"topology.{key}": value for key, value in (dump.manifest.get("topology") or {}).items()}
-    facts |= dump.manifest.get("environment") or {}
-    return {key: None if value is None else str(value) for key, value in facts.items()}
-
-
-def environment_gate(entries: list[dict[str, Any]]) -> Gate:
-    """Warn about differences that can change numbers."""
-    relevant = [f"{e['key']} is {e['a']} in a, {e['b']} in b" for e in entries if e["severity"] == "warn"]
-    if not relevant:
-        return Gate("environment", "pass", "nothing that is known to change numbers differs")
-    return Gate("environment", "warn", _sentence(relevant))

@@ -7,7 +7,7 @@ import shlex
 
 from probe.compare.evidence import BROKEN, Evidence
 from probe.compare.gaps import in_brief, tensors
-from probe.compare.judge import SUSPECT_RISE, TOKEN_SUSPECT, TOKEN_WORST
+from probe.compare.judge import BANDS, MODELLED, TOKEN_SUSPECT, TOKEN_WORST
 from probe.compare.locate.first import first_divergent
 from probe.compare.measure import Measured
 from probe.compare.report.model import counted, headline_sentence
@@ -119,10 +119,11 @@ def _modules(e: Evidence) -> list[str]:
     top = max(compared, key=lambda entry: entry.judgement.ratio)
     counts = ", ".join(f"{words.count(w)} {w}" for w in ("identical", "consistent", "suspect") if w in words)
     assert top.metrics is not None
+    source = top.floor.source if top.floor is not None else MODELLED
     return [
         f"Of {len(compared)} tensors {counts}; the largest difference is {top.match.label} with relative L2 "
-        f"{top.metrics.rel_l2:.1e}, {top.judgement.ratio:.2g} times the modelled noise floor "
-        f"(up to {SUSPECT_RISE:g} raise no suspicion)."
+        f"{top.metrics.rel_l2:.1e}, {top.judgement.ratio:.2g} times the {source} noise floor "
+        f"(up to {BANDS[source].suspect_rise:g} raise no suspicion)."
     ]
 
 

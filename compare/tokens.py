@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from probe.compare.align import NO_ROWS, RowAligner, RowTable, pack
+from probe.compare.align import NO_ROWS, RowAligner, RowTable, pack, split
 from probe.compare.measure import Measured
 from probe.compare.sequences import SequenceJoin
 from probe.metrics import TOKEN_METRICS, token_metrics
@@ -77,6 +77,7 @@ class JoinedTokens:
     """Response tokens whose log-prob both sides have: arrays [tokens], ``pair`` indexing the sequence pairs.
 
     ``lone`` counts for each side the tokens of both sides' sequences of which only it has a finite log-prob.
+    ``owners``: for each side the number of the sequence in its dump, [tokens].
     """
 
     pair: np.ndarray
@@ -85,6 +86,31 @@ class JoinedTokens:
     a: np.ndarray
     b: np.ndarray
     lone: tuple[int, int] = (0, 0)
+    owners: tuple[np.ndarray, np.ndarray] = (NO_ROWS, NO_ROWS)
+
+
+RATIO_METRICS = ("tme", "mean_ratio", "ess", "chi2")
+
+
+def ratio_metrics(logprob_a: np.ndarray, logprob_b: np.ndarray) -> dict[str, float]:
+    """Return what the importance ratios rho = exp(b - a) of response tokens say, float [tokens] each, finite.
+
+    ``tme`` = mean exp(|b - a|) (NeMo-RL's token multiplicative error); ``mean_ratio`` = mean rho; ``ess`` = effective
+    sample size as a share of the tokens, 1 / mean((rho / mean rho)^2), and ``chi2`` = mean rho^2 - 1 (both as in verl's
+    rollout correction). NaN without tokens, infinite where a ratio overflows.
+    """
+    if not logprob_a.size:
+        return dict.fromkeys(RATIO_METRICS, float("nan"))
+    difference = np.asarray(logprob_b, np.float64) - np.asarray(logprob_a, np.float64)
+    with np.errstate(over="ignore"):
+        ratio, squares = np.exp(difference), np.exp(2 * difference)
+        weights = np.exp(difference - difference.max())  # any common factor cancels
+        return {
+            "tme": float(np.exp(np.abs(difference)).mean()),
+            "mean_ratio": float(ratio.mean()),
+            "ess": float(weights.mean() ** 2 / np.mean(weights**2)),
+            "chi2": float(squares.mean() - 1),
+        }
 
 
 def join_tokens(a: Dump, b: Dump, aligner: RowAligner, sources: Sources) -> JoinedTokens:
@@ -107,7 +133,9 @@ def join_tokens(a: Dump, b: Dump, aligner: RowAligner, sources: Sources) -> Join
     join = aligner.join_tables(*rows)
     lone = (len(np.setdiff1d(scored[0], scored[1])), len(np.setdiff1d(scored[1], scored[0])))
     tokens = a.tokens["token"][join.index_a]
-    return JoinedTokens(join.pair, join.position, tokens, columns[0][join.index_a], columns[1][join.index_b], lone)
+    scores = columns[0][join.index_a], columns[1][join.index_b]
+    owners = split(join.cells_a)[0], split(join.cells_b)[0]
+    return JoinedTokens(join.pair, join.position, tokens, *scores, lone, owners)
 
 
 def compare_tokens(a: Dump, b: Dump, aligner: RowAligner, *, text: bool = True) -> dict[str, Any]:
@@ -119,7 +147,7 @@ def compare_tokens(a: Dump, b: Dump, aligner: RowAligner, *, text: bool = True) 
         "lone": {"a": 0, "b": 0},
         "source_a": sources.a if sources else None,
         "source_b": sources.b if sources else None,
-        **dict.fromkeys(TOKEN_METRICS),
+        **dict.fromkeys((*TOKEN_METRICS, *RATIO_METRICS)),
         "text": decode is not None,
         **{"by_position": [], "worst": [], "sequences": [], "strip_truncated": 0},
     }
@@ -127,6 +155,7 @@ def compare_tokens(a: Dump, b: Dump, aligner: RowAligner, *, text: bool = True) 
         return report
     join, tokens = aligner.join, join_tokens(a, b, aligner, sources)
     report |= {"compared": len(tokens.a), "lone": dict(zip("ab", tokens.lone)), **token_metrics(tokens.a, tokens.b)}
+    report |= ratio_metrics(tokens.a, tokens.b)
     report["by_position"] = _by_position(join, tokens)
     report["worst"] = _worst(a, join, tokens, decode)
     report["sequences"], report["strip_truncated"] = _sequences(a, join, tokens, decode)

@@ -20,6 +20,7 @@ from probe.hooks.engines.transformers import BatchAdapter
 from probe.hooks.engines.vllm import VllmAdapter
 from probe.hooks.engines.vllm_model_runner import find_runner, record_schedule, refuse_unsupported
 from probe.hooks.engines.vllm_parallel import place_of
+from probe.hooks.parameters import store_model
 from probe.hooks.runners.tokens import write_tokens
 from probe.hooks.weights import named_sketches
 from probe.hooks.wrappers import is_data_parallel, refuse_compiled, unwrap
@@ -80,6 +81,7 @@ def attach(model: Any, settings: Settings, step: int, rank: int, writer: DumpWri
         for chunk in chunks:
             for weight in named_sketches(unwrap(chunk), adapter):
                 writer.add_weight(weight)
+            store_model(writer, unwrap(chunk), adapter, settings)
         attached = _hook(chunks, adapter, writer, runner, settings, manifest)
     except BaseException:
         writer.discard()

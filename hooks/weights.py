@@ -16,24 +16,12 @@ import torch
 from probe.hooks.device import dtype_name
 from probe.hooks.wrappers import is_wrapper, parameter_path, strip_wrappers
 from probe.store.schema import WeightSketch
+from probe.store.sketches import column_vector
 
 _CHUNK = 4 << 20
 FLOAT64_DEVICES = ("cpu", "cuda")
 Split = Callable[[str, torch.Tensor, torch.nn.Module], tuple[int, int]]
 """(name, parameter, the module that owns it) -> (axis, first global input column): an adapter's ``weight_split``."""
-
-
-def column_vector(columns: int, start: int = 0) -> np.ndarray:
-    """Return r for global input columns ``start .. start + columns``: float64 in (-1, 1), the same on every rank.
-
-    Each entry is the splitmix64 hash of its column number (Steele, Lea and Flood, 2014) scaled to (-1, 1). Random
-    values rather than signs: with signs, half of all swaps of two columns would go unseen.
-    """
-    z = (np.arange(start, start + columns, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return (z >> np.uint64(11)).astype(np.float64) / 2.0**52 - 1.0 + 2.0**-53
 
 
 def sketch(name: str, parameter: torch.Tensor, axis: int = -1, column_start: int = 0) -> WeightSketch:
@@ -70,28 +58,81 @@ def sketches(model: torch.nn.Module, split: Split = lambda name, parameter, modu
     Names are paths in the model without its wrappers. Parameters without values here (on the meta device, emptied by
     an engine that repacked them, or of which FSDP2 left this process no row) are left out.
     """
+    for entry in _parameters(model):
+        if entry.flat:
+            yield from _flattened(entry.native, entry.parameter)
+        elif entry.alias:
+            held = _held(entry.parameter)
+            nothing = np.zeros((0, 3))
+            yield WeightSketch(entry.name, tuple(held.shape), dtype_name(held), nothing, alias=entry.alias)
+        else:
+            yield sketch(entry.name, entry.parameter, *split(entry.name, entry.parameter, entry.owner))
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One parameter of a model: its name there, the name without wrappers, and whose storage it shares."""
+
+    native: str
+    name: str
+    parameter: torch.Tensor
+    owner: torch.nn.Module
+    alias: str = ""
+    flat: bool = False
+
+
+def _parameters(model: torch.nn.Module) -> Iterator[_Entry]:
+    """Yield the parameters that have values here, each storage once and then as aliases."""
     seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     fsdp2 = any(_is_dtensor(parameter) for parameter in model.parameters())
     for native, parameter in model.named_parameters(remove_duplicate=False):
         owner = modules.get(native.rpartition(".")[0], model)
         if getattr(owner, "_is_fsdp_managed_module", False) and not fsdp2:
-            yield from _flattened(native, parameter)
+            yield _Entry(native, "", parameter, owner, flat=True)
             continue
-        held = parameter.detach().to_local() if _is_dtensor(parameter) else parameter
+        held = _held(parameter)
         if not held.numel() or held.device.type == "meta":
             continue
         name = parameter_path(native)
         key = (held.data_ptr() or id(parameter), tuple(held.shape), held.stride())
-        if key in seen:
-            yield WeightSketch(name, tuple(held.shape), dtype_name(parameter), np.zeros((0, 3)), alias=seen[key])
-            continue
-        seen[key] = name
-        yield sketch(name, parameter, *split(name, parameter, owner))
+        yield _Entry(native, name, parameter, owner, alias=seen.get(key, ""))
+        seen.setdefault(key, name)
+
+
+def _held(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().to_local() if _is_dtensor(parameter) else parameter.detach()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process holds of one parameter, and how ranks share it (as in a :class:`WeightSketch`)."""
+
+    name: str
+    values: torch.Tensor
+    axis: int
+    start: int
+    whole: int
+
+
+def held_parameters(model: torch.nn.Module, split: Split) -> Iterator[Held]:
+    """Yield what this process holds of each parameter once; of flattened or oddly sliced ones nothing."""
+    for entry in _parameters(model):
+        piece = None if entry.flat or entry.alias else _piece(entry.parameter)
+        if piece is not None:
+            axis, _ = split(entry.name, entry.parameter, entry.owner)
+            yield Held(entry.name, piece.values, axis, piece.start, piece.whole)
 
 
 def named_sketches(model: torch.nn.Module, adapter: Any) -> Iterator[WeightSketch]:
     """Yield the sketches of a model's parameters, named after their modules as the dump names those."""
+    renamed = renamer(model, adapter)
+    for weight in sketches(model, adapter.weight_split):
+        yield replace(weight, name=renamed(weight.name), alias=renamed(weight.alias) if weight.alias else "")
+
+
+def renamer(model: torch.nn.Module, adapter: Any) -> Callable[[str], str]:
+    """Return a function from a parameter's path to the name that the dump gives it."""
     modules = {}
     for native, module in model.named_modules(remove_duplicate=False):
         path = strip_wrappers(native)
@@ -103,8 +144,7 @@ def named_sketches(model: torch.nn.Module, adapter: Any) -> Iterator[WeightSketc
         native, _, leaf = parameter.rpartition(".")
         return f"{modules.get(native) or native}.{leaf}".lstrip(".")
 
-    for weight in sketches(model, adapter.weight_split):
-        yield replace(weight, name=renamed(weight.name), alias=renamed(weight.alias) if weight.alias else "")
+    return renamed
 
 
 # -- what a process holds of a parameter -------------------------------------------------------------------------------

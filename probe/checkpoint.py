@@ -96,17 +96,28 @@ class Checkpoint:
         """Return the shape of a tensor without reading its data."""
         return self._stored(name).shape
 
+    def entries(self, name: str) -> int:
+        """Return the number of entries of a tensor without reading its data."""
+        return math.prod(self._stored(name).shape)
+
     def tensor(self, name: str, entry: int | None = None) -> np.ndarray:
         """Read one tensor into memory, or only one ``entry`` of its first axis.
 
         bfloat16 and float8 are widened exactly to float32; every other dtype is returned as stored.
         Raises CheckpointError for an unknown name or a file shortened since it was opened.
         """
+        shape = self._stored(name).shape
+        if entry is not None:
+            return self.rows(name, entry, entry + 1).reshape(shape[1:])
+        return self.rows(name, 0, shape[0] if shape else 1).reshape(shape)
+
+    def rows(self, name: str, first: int, stop: int) -> np.ndarray:
+        """Read entries ``first .. stop`` of a tensor's first axis, converted as by :meth:`tensor`."""
         stored = self._stored(name)
         carrier = stored_dtype(stored.dtype).carrier.newbyteorder("<")
-        shape = stored.shape if entry is None else stored.shape[1:]
+        shape = (max(stop - first, 0), *stored.shape[1:])
         count = math.prod(shape)
-        start = stored.start + (entry or 0) * count * carrier.itemsize
+        start = stored.start + first * math.prod(shape[1:]) * carrier.itemsize
         data = np.fromfile(stored.file, carrier, count=count, offset=start)
         if data.size != count:
             raise CheckpointError(f"{stored.file} is truncated inside tensor {name!r}", "copy the file again")

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ SWITCHES = (
     *("INF_NAN_MODE_ENABLE", "INF_NAN_MODE_FORCE_DISABLE", "VLLM_ASCEND_ENABLE_NZ", "CUBLAS_WORKSPACE_CONFIG"),
     *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NCCL_ALGO", "FLASH_ATTENTION_DETERMINISTIC", "VLLM_BATCH_INVARIANT"),
     *("VLLM_ATTENTION_BACKEND", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "OMP_NUM_THREADS"),
+    *("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NCCL_PROTO", "VERL_DISABLE_FLASH_ATTN_CE", "NVIDIA_TF32_OVERRIDE"),
     *("PYTHONHASHSEED", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"),
 )
 """Environment variables that change numbers or determinism on GPUs and NPUs; recorded when set."""
@@ -38,10 +40,51 @@ def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     return found
 
 
+TORCH_SETTINGS = {
+    "torch.deterministic_algorithms": "are_deterministic_algorithms_enabled()",
+    "torch.cuda.matmul.allow_tf32": "backends.cuda.matmul.allow_tf32",
+    "torch.cudnn.allow_tf32": "backends.cudnn.allow_tf32",
+    "torch.cudnn.deterministic": "backends.cudnn.deterministic",
+    "torch.cudnn.benchmark": "backends.cudnn.benchmark",
+    "torch.bf16_reduced_precision_reduction": "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda": "version.cuda",
+    "cann": "version.cann",
+    "npu.matmul.allow_hf32": "npu.matmul.allow_hf32",
+    "npu.conv.allow_hf32": "npu.conv.allow_hf32",
+    "npu.allow_internal_format": "npu.config.allow_internal_format",
+}
+"""Entry of ``environment`` -> the attribute of torch, or the function without arguments, that says it."""
+
+
+def torch_settings() -> dict[str, str]:
+    """Return torch's settings that change numbers, where torch is loaded; what this build does not have is left out.
+
+    Never imports torch. The device's name is known once the process has used it.
+    """
+    torch = sys.modules.get("torch")
+    found = {name: _attribute(torch, path) for name, path in TORCH_SETTINGS.items()}
+    for kind, name in (("cuda", "gpu"), ("npu", "soc")):
+        if _attribute(torch, f"{kind}.is_initialized()") is True:
+            found[name] = _attribute(torch, f"{kind}.get_device_name()")
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _attribute(value: Any, path: str) -> Any:
+    """Return ``value.path``, None where a step of it does not exist or is refused."""
+    for step in path.split("."):
+        try:
+            value = getattr(value, step.removesuffix("()"), None)
+            value = value() if step.endswith("()") and value is not None else value
+        except Exception:  # a vendor's property may raise anything for a device that is not there
+            return None
+    return value
+
+
 def environment() -> dict[str, str]:
-    """Return what the numbers of a run may depend on: platform, package versions, switches (``env.NAME``)."""
+    """Return what the numbers of a run may depend on: platform, packages, torch's settings, switches (``env.NAME``)."""
     switches = {f"env.{name}": os.environ[name] for name in SWITCHES if name in os.environ}
-    return {"python": platform.python_version(), "machine": platform.machine(), **package_versions(), **switches}
+    about = {"python": platform.python_version(), "machine": platform.machine()}
+    return {**about, **package_versions(), **torch_settings(), **switches}
 
 
 def layout_facts(config: dict[str, Any]) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """Formulas shared by capture and compare: tensor pairs in bounded memory, log-probabilities and their divergence.
 
-Everything is numpy. Sums are accumulated in float64 block by block: fp32 dot products were measured to put 1 - cos off
-by up to 1.8 %, float64 blocks keep it within 1e-7.
+What is added up over the blocks of a pair is in :mod:`probe.sums` and :mod:`probe.ulp`, by numpy or by compiled loops.
 """
 
 from __future__ import annotations
@@ -10,10 +9,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from probe.store.dtypes import round_to
+from probe.kernels import CARRIERS, INF_X, INF_Y, MISMATCH, NAN_X, NAN_Y, compiled
+from probe.store.dtypes import widen
+from probe.sums import PairSums
+from probe.ulp import UlpHistogram, ulp_bits, ulp_distance
 
 BLOCK_VALUES = 1 << 17
-"""Values per block: five float64 work arrays of it stay near the size of a CPU's L2 cache."""
+"""Values per block: two blocks of float32, or numpy's five float64 work arrays, stay near the size of an L2 cache."""
 
 MANTISSA_BITS = {
     "float64": 52,
@@ -30,10 +32,6 @@ ROW_NORM_FLOOR = 0.01
 where rows have few features, of which one alone may come out near zero, as at least one over their number."""
 
 
-NONFINITE_SHOWN = 8
-"""Places of one-sided non-finite values that are kept: enough to see whether they lie in one row or one column."""
-
-
 def coarser_dtype(*names: str) -> str:
     """Return the dtype with the fewest mantissa bits; names that are not floating dtypes are ignored.
 
@@ -41,85 +39,6 @@ def coarser_dtype(*names: str) -> str:
     """
     known = [name for name in names if name in MANTISSA_BITS]
     return min(known, key=lambda name: MANTISSA_BITS[name], default="float32")
-
-
-# -- ULP distance -----------------------------------------------------------------------------------------------------
-
-
-def ulp_distance(x: np.ndarray, y: np.ndarray, dtype: str) -> np.ndarray:
-    """Count the representable numbers of ``dtype`` between x and y, after rounding both to it.
-
-    Finite values of one shape; +0 and -0 coincide. Returns int64 (float64 for dtype float64, where opposite signs may
-    exceed int64). fp8 is counted in bfloat16 steps. Source: the ordered-integer view of IEEE 754 numbers.
-    """
-    left, right = _ordinals(x, dtype), _ordinals(y, dtype)
-    if dtype == "float64" and ((left < 0) != (right < 0)).any():
-        return np.abs(left.astype(np.float64) - right)
-    return np.abs(left - right)
-
-
-_VIEWS: dict[str, tuple[type[np.floating], type[np.signedinteger]]] = {
-    "float64": (np.float64, np.int64),
-    "float32": (np.float32, np.int32),
-    "float16": (np.float16, np.int16),
-}
-
-
-def _ordinals(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Map floats to int64 so that neighbours in ``dtype`` differ by one."""
-    shift = 0
-    if dtype not in _VIEWS:
-        values, dtype, shift = round_to(values, "bfloat16"), "float32", 16
-    carrier, integer = _VIEWS[dtype]
-    with np.errstate(over="ignore"):
-        bits = np.ascontiguousarray(values, carrier).view(integer).astype(np.int64)
-    magnitude = bits & np.int64(np.iinfo(integer).max)
-    return np.where(bits < 0, -magnitude, magnitude) >> shift
-
-
-class UlpHistogram:
-    """Count ULP distances so that quantiles need no second pass.
-
-    Exact up to 65,535; above that, bins of relative width 2^-10 (a quantile there is low by at most 0.1 %).
-    """
-
-    EXACT = 1 << 16
-    _SHIFT = 52 - 10
-
-    def __init__(self) -> None:
-        self.small = np.zeros(self.EXACT, np.int64)
-        self.large: dict[int, int] = {}
-
-    def add(self, distances: np.ndarray) -> None:
-        """Count an array of non-negative distances."""
-        flat = distances.ravel()
-        below = flat < self.EXACT
-        counts = np.bincount(flat[below].astype(np.int64))
-        self.small[: len(counts)] += counts
-        if not below.all():
-            keys = flat[~below].astype(np.float64).view(np.int64) >> self._SHIFT
-            for key, count in zip(*np.unique(keys, return_counts=True)):
-                self.large[int(key)] = self.large.get(int(key), 0) + int(count)
-
-    def add_zeros(self, count: int) -> None:
-        """Count ``count`` pairs of equal values."""
-        self.small[0] += count
-
-    def quantile(self, q: float) -> float:
-        """Return the smallest counted distance with at least the share ``q`` at or below it; NaN when empty."""
-        total = int(self.small.sum()) + sum(self.large.values())
-        if not total:
-            return float("nan")
-        target = max(1, int(np.ceil(q * total)))
-        cumulative = np.cumsum(self.small)
-        if cumulative[-1] >= target:
-            return float(np.searchsorted(cumulative, target))
-        seen = int(cumulative[-1])
-        for key in sorted(self.large):
-            seen += self.large[key]
-            if seen >= target:
-                break
-        return float(np.int64(key << self._SHIFT).view(np.float64))
 
 
 # -- pairs of tensors -------------------------------------------------------------------------------------------------
@@ -143,7 +62,7 @@ class PairMetrics:
       ``row_mismatch`` = bool [rows], rows with a non-finite value on one side only;
     * ``channel_rel_l2`` = float64 [features], each feature's |d| / |y| over the rows, its norm raised likewise (to
       1 / rows); ``channel_d2`` = its sum d^2, ``channel_max_abs`` = its max |d|;
-    * ``nonfinite_at`` = (row, feature) of the first NONFINITE_SHOWN values that are non-finite on one side only.
+    * ``nonfinite_at`` = (row, feature) of the first eight values that are non-finite on one side only.
 
     A figure that has no value (no pair, zero norm) is NaN. Fields that a caller does not fill in have no value.
     """
@@ -190,115 +109,94 @@ class PairMetrics:
 
 
 class PairMeasure:
-    """Accumulate :class:`PairMetrics` over blocks of rows; memory does not grow with features.
+    """Accumulate :class:`PairMetrics` over blocks of rows; memory grows with rows and with features, not with both.
 
     ``rows`` is the total number of rows; ``ulp_dtype`` the dtype in which ULPs are counted (the coarser of the two).
     """
 
     def __init__(self, rows: int, ulp_dtype: str) -> None:
         self.rows, self.ulp_dtype = rows, ulp_dtype
-        self._row_d2, self._row_x2, self._row_y2 = np.zeros(rows), np.zeros(rows), np.zeros(rows)
-        self._row_max, self._row_mismatch = np.zeros(rows), np.zeros(rows, bool)
-        self._channel_d2, self._channel_y2, self._channel_max = np.zeros(0), np.zeros(0), np.zeros(0)
-        self._nonfinite_at: list[tuple[int, int]] = []
-        self._pairs = self._mismatch = 0
-        self._features = 1
-        self._nan, self._inf = [0, 0], [0, 0]
-        self._max, self._max_at = 0.0, (0, 0)
+        self._sums = PairSums(rows, 0)
+        self._features = 0
+        self._pairs = 0
         self._ulps = UlpHistogram()
 
-    def update(self, x: np.ndarray, y: np.ndarray, row_offset: int) -> None:
-        """Take rows ``row_offset ...`` of both tensors, [rows, features...] of equal shape, any real dtype."""
+    def update(self, x: np.ndarray, y: np.ndarray, row_offset: int, bits: str = "") -> None:
+        """Take rows ``row_offset ...`` of both tensors, [rows, features...] of equal shape, any real dtype.
+
+        ``bits``: "bfloat16" where both are uint16 arrays of its bits, which spares widening them.
+        """
         if x.shape != y.shape:
             raise ValueError(f"blocks of shapes {x.shape} and {y.shape} cannot be paired")
         count = len(x)
         x, y = x.reshape(count, -1), y.reshape(count, -1)
-        self._features = max(1, x.shape[1])
-        if len(self._channel_d2) != x.shape[1]:
-            self._channel_d2, self._channel_y2, self._channel_max = (np.zeros(x.shape[1]) for _ in range(3))
-        step = max(1, BLOCK_VALUES // max(1, x.shape[1]))
+        if not self._pairs and self._features != x.shape[1]:
+            self._features = x.shape[1]
+            self._sums = PairSums(self.rows, self._features)
+        if bits and (compiled() is None or bits not in CARRIERS):
+            x, y, bits = widen(x, bits), widen(y, bits), ""
+        step = max(2, BLOCK_VALUES // max(1, x.shape[1]))
         for start in range(0, count, step):
             stop = min(start + step, count)
-            self._block(x[start:stop], y[start:stop], slice(row_offset + start, row_offset + stop))
+            self._block(x[start:stop], y[start:stop], slice(row_offset + start, row_offset + stop), bits)
 
-    def _block(self, x: np.ndarray, y: np.ndarray, where: slice) -> None:
-        if np.array_equal(x, y) and np.isfinite(wide := x.astype(np.float64)).all():
-            self._row_x2[where] = self._row_y2[where] = np.einsum("ij,ij->i", wide, wide)
-            self._channel_y2 += np.einsum("ij,ij->j", wide, wide)
-            self._pairs += x.size
+    def _block(self, x: np.ndarray, y: np.ndarray, where: slice, bits: str) -> None:
+        kernels, before, sums = compiled(), self._sums.excluded, self._sums
+        self._pairs += x.size
+        if kernels is None:
+            sums.add(x, y, where)
+        else:
+            kind = bits or ("float32" if x.dtype == y.dtype == np.float32 else "float64")
+            sums.add_compiled(kernels, kind, x, y, where)
+        if sums.excluded > before:
+            x, y = (widen(values, bits) if bits else values for values in (x, y))
+            finite = np.isfinite(x) & np.isfinite(y)
+            self._ulps.add(ulp_distance(x[finite], y[finite], self.ulp_dtype))
+        elif not sums.row_max[where].any():
             self._ulps.add_zeros(x.size)
-            return
-        x64, y64 = x.astype(np.float64), y.astype(np.float64)
-        finite = np.isfinite(x64) & np.isfinite(y64)
-        if finite.all():
+        elif kernels is None or self.ulp_dtype == "float64":
             self._ulps.add(ulp_distance(x, y, self.ulp_dtype))
         else:
-            self._count_nonfinite(x64, y64, where)
-            self._ulps.add(ulp_distance(x[finite], y[finite], self.ulp_dtype))
-            x64, y64 = np.where(finite, x64, 0.0), np.where(finite, y64, 0.0)
-        self._pairs += int(finite.sum())
-        self._row_x2[where] = np.einsum("ij,ij->i", x64, x64)
-        self._row_y2[where] = np.einsum("ij,ij->i", y64, y64)
-        self._channel_y2 += np.einsum("ij,ij->j", y64, y64)
-        difference = np.subtract(x64, y64, out=x64)
-        self._row_d2[where] = np.einsum("ij,ij->i", difference, difference)
-        self._channel_d2 += np.einsum("ij,ij->j", difference, difference)
-        self._note_max(np.abs(difference, out=difference), where.start)
-
-    def _note_max(self, magnitude: np.ndarray, row_offset: int) -> None:
-        if magnitude.size:
-            self._row_max[row_offset : row_offset + len(magnitude)] = magnitude.max(axis=1)
-            np.maximum(self._channel_max, magnitude.max(axis=0), out=self._channel_max)
-            at = int(magnitude.argmax())
-            row, feature = divmod(at, magnitude.shape[1])
-            if magnitude[row, feature] > self._max:
-                self._max, self._max_at = float(magnitude[row, feature]), (row_offset + row, feature)
-
-    def _count_nonfinite(self, x: np.ndarray, y: np.ndarray, where: slice) -> None:
-        for side, values in enumerate((x, y)):
-            self._nan[side] += int(np.isnan(values).sum())
-            self._inf[side] += int(np.isinf(values).sum())
-        same = (np.isnan(x) & np.isnan(y)) | (x == y) | (np.isfinite(x) & np.isfinite(y))
-        self._mismatch += int((~same).sum())
-        self._row_mismatch[where] = ~same.all(axis=1)
-        for row, feature in np.argwhere(~same)[: NONFINITE_SHOWN - len(self._nonfinite_at)].tolist():
-            self._nonfinite_at.append((where.start + row, feature))
+            both = (x, y) if bits else (ulp_bits(x, self.ulp_dtype), ulp_bits(y, self.ulp_dtype))
+            self._ulps.add_bits(*both)
 
     def result(self) -> PairMetrics:
         """Return the figures over everything taken so far."""
-        d2, x2, y2 = float(self._row_d2.sum()), float(self._row_x2.sum()), float(self._row_y2.sum())
+        sums, nan = self._sums, float("nan")
+        d2, x2, y2 = (float(values.sum()) for values in (sums.row_d2, sums.row_x2, sums.row_y2))
         norm_x, norm_y = float(np.sqrt(x2)), float(np.sqrt(y2))
-        has_pairs = self._pairs > 0
+        pairs = self._pairs - sums.excluded
+        middle, high = self._ulps.quantiles((0.5, 0.99))
         return PairMetrics(
             rows=self.rows,
-            pairs=self._pairs,
-            rel_l2=_relative(d2, y2, x2) if has_pairs else np.nan,
-            rmse=float(np.sqrt(d2 / self._pairs)) if has_pairs else np.nan,
-            max_abs=self._max if has_pairs else np.nan,
-            max_abs_at=self._max_at,
-            one_minus_cos=one_minus_cos(d2, norm_x, norm_y) if has_pairs else np.nan,
-            norm_ratio=norm_x / norm_y if norm_y else np.nan,
+            pairs=pairs,
+            rel_l2=_relative(d2, y2, x2) if pairs else nan,
+            rmse=float(np.sqrt(d2 / pairs)) if pairs else nan,
+            max_abs=sums.max_abs if pairs else nan,
+            max_abs_at=sums.max_abs_at,
+            one_minus_cos=one_minus_cos(d2, norm_x, norm_y) if pairs else nan,
+            norm_ratio=norm_x / norm_y if norm_y else nan,
             norm_x=norm_x,
             norm_y=norm_y,
             ulp_dtype=self.ulp_dtype,
-            ulp_p50=self._ulps.quantile(0.5),
-            ulp_p99=self._ulps.quantile(0.99),
-            nan_x=self._nan[0],
-            nan_y=self._nan[1],
-            inf_x=self._inf[0],
-            inf_y=self._inf[1],
-            nonfinite_mismatch=self._mismatch,
-            row_rel_l2=_relative_each(self._row_d2, self._row_y2, self._features),
-            row_mismatch=self._row_mismatch,
-            slope=(x2 + y2 - d2) / (2 * y2) if has_pairs and y2 else np.nan,
-            slope_rel_l2=_beside_slope(d2, norm_x, norm_y) if has_pairs else np.nan,
-            ulp_max=self._ulps.quantile(1.0),
-            row_max_abs=self._row_max,
-            row_norm_ratio=_ratio(np.sqrt(self._row_x2), np.sqrt(self._row_y2)),
-            channel_rel_l2=_relative_each(self._channel_d2, self._channel_y2, self.rows),
-            channel_d2=self._channel_d2,
-            channel_max_abs=self._channel_max,
-            nonfinite_at=tuple(self._nonfinite_at),
+            ulp_p50=middle,
+            ulp_p99=high,
+            nan_x=int(sums.counts[NAN_X]),
+            nan_y=int(sums.counts[NAN_Y]),
+            inf_x=int(sums.counts[INF_X]),
+            inf_y=int(sums.counts[INF_Y]),
+            nonfinite_mismatch=int(sums.counts[MISMATCH]),
+            row_rel_l2=_relative_each(sums.row_d2, sums.row_y2, self._features),
+            row_mismatch=sums.row_mismatch,
+            slope=(x2 + y2 - d2) / (2 * y2) if pairs and y2 else nan,
+            slope_rel_l2=_beside_slope(d2, norm_x, norm_y) if pairs else nan,
+            ulp_max=self._ulps.largest if pairs else nan,
+            row_max_abs=sums.row_max,
+            row_norm_ratio=_ratio(np.sqrt(sums.row_x2), np.sqrt(sums.row_y2)),
+            channel_rel_l2=_relative_each(sums.channel_d2, sums.channel_y2, self.rows),
+            channel_d2=sums.channel_d2,
+            channel_max_abs=sums.channel_max,
+            nonfinite_at=sums.nonfinite_at,
         )
 
 
@@ -309,11 +207,13 @@ def _relative_each(d2: np.ndarray, y2: np.ndarray, length: int) -> np.ndarray:
     reference = np.where(y2 > 0, y2, d2)
     floor = max(ROW_NORM_FLOOR, 1 / max(1, length)) ** 2 * float(np.median(reference))
     scale = np.maximum(reference, floor)
-    return np.sqrt(np.divide(d2, scale, out=np.zeros_like(scale), where=scale > 0))
+    with np.errstate(invalid="ignore"):  # squares of float64 may overflow
+        return np.sqrt(np.divide(d2, scale, out=np.zeros_like(scale), where=scale > 0))
 
 
 def _ratio(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.divide(x, y, out=np.full(len(x), np.nan), where=y > 0)
+    with np.errstate(invalid="ignore"):
+        return np.divide(x, y, out=np.full(len(x), np.nan), where=y > 0)
 
 
 def _beside_slope(d2: float, norm_x: float, norm_y: float) -> float:

@@ -16,6 +16,8 @@ STAGES = ("rollout", "actor", "reference")
 TASKS = ("tensor",)
 LEVELS = ("L0",)
 DATA_MODES = ("all", "forward", "input", "output")
+WEIGHTS = ("sketch", "layers")
+"""What of the parameters is stored: sketches, or also the values of the modules that are recorded."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -26,8 +28,10 @@ class Settings:
     ``dump_path`` is the dump's folder. ``enabled`` is DUMP_ON; ``prompts_only`` is PROMPTS_ONLY: store prompt rows only
     (the model still sees the whole batch). ``step`` and ``rank`` list what to record, empty for all. ``list`` keeps the
     modules whose path contains one of its entries. ``data_mode`` picks inputs, outputs or both. ``stage`` names the
-    stage, one of :data:`STAGES`, and thereby a folder of the dump; empty takes the engine's usual one. Raises
-    UsageError for a task, level, stage or data_mode that is none of those listed.
+    stage, one of :data:`STAGES`, and thereby a folder of the dump; empty takes the engine's usual one. ``weights``
+    (``sketch`` or ``layers``) says whether the values of the recorded modules' parameters are stored too, at most
+    ``weights_bytes`` of them per file. Raises UsageError for a task, level, stage, weights or data_mode that is none of
+    those listed.
     """
 
     dump_path: str = "probe-dump"
@@ -41,9 +45,11 @@ class Settings:
     prompts_only: bool = False
     enabled: bool = False
     block_bytes: int = 8 << 20
+    weights: str = "sketch"
+    weights_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:
-        for name, allowed in (("task", TASKS), ("level", LEVELS), ("stage", ("", *STAGES))):
+        for name, allowed in (("task", TASKS), ("level", LEVELS), ("stage", ("", *STAGES)), ("weights", WEIGHTS)):
             if getattr(self, name) not in allowed:
                 words = ", ".join(filter(None, allowed))
                 raise UsageError(f"{name} {getattr(self, name)!r} is not supported", f"use {words}")
@@ -51,9 +57,13 @@ class Settings:
         if unknown:
             raise UsageError(f"data_mode {sorted(unknown)[0]!r} is not supported", f"use {', '.join(DATA_MODES)}")
 
+    def wants_module(self, path: str) -> bool:
+        """Tell whether a module (or a parameter of it) is recorded under ``list``."""
+        return not self.list or any(entry in path for entry in self.list)
+
     def wants(self, path: str, slot: str) -> bool:
         """Tell whether a module's slot is recorded under ``list`` and ``data_mode``."""
-        if self.list and not any(entry in path for entry in self.list):
+        if not self.wants_module(path):
             return False
         kind = "output" if slot.startswith("output") else "input"
         return not {"all", "forward", kind}.isdisjoint(self.data_mode)
@@ -66,6 +76,8 @@ ENVIRONMENT = {
     "task": "PROBE_TASK",
     "stage": "PROBE_STAGE",
     "step": "PROBE_STEPS",
+    "weights": "PROBE_WEIGHTS",
+    "weights_bytes": "PROBE_WEIGHTS_BYTES",
 }
 
 
@@ -93,6 +105,12 @@ def load_settings(
         if key not in known:
             raise UsageError(f"unknown setting {key!r}", f"use one of {', '.join(known)}")
     return Settings(**{key: _convert(key, value) for key, value in values.items()})
+
+
+def weights_settings(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return default settings with what the environment says about storing parameters, for runs that probe starts."""
+    given = {key: environ[ENVIRONMENT[key]] for key in ("weights", "weights_bytes") if environ.get(ENVIRONMENT[key])}
+    return Settings(**{key: _convert(key, value) for key, value in given.items()})
 
 
 def read_object(path: Path, kind: str, example: str) -> dict[str, Any]:
@@ -144,7 +162,7 @@ def _parse_yaml(path: Path, kind: str, text: str) -> Any:
 def _convert(key: str, value: Any) -> Any:
     if key in ("enabled", "prompts_only"):
         return _flag(key, value)
-    if key == "block_bytes":
+    if key in ("block_bytes", "weights_bytes"):
         return _number(key, value)
     if key in ("step", "rank"):
         return tuple(_number(key, v) for v in _many(value))

@@ -7,6 +7,8 @@ import math
 import random
 from typing import Any
 
+from report_findings import action, located, replay, suspect
+
 Report = dict[str, Any]
 
 #: Token texts that would break out of a page, a terminal, a spreadsheet or a Markdown table.
@@ -63,12 +65,16 @@ def _layer(rng: random.Random, order: int, name: str, slot: str, broken_from: in
         rel_l2 = 0.31 * rng.uniform(0.5, 1.0) / (1 + 0.02 * (order - broken_from))
     ratio = rel_l2 / floor
     verdict = "identical" if rel_l2 == 0 else "divergent" if ratio > 10 else "suspect" if ratio > 1 else "consistent"
+    own = rel_l2 if order == broken_from else floor * 0.3 if rel_l2 else None
+    inherited = None if own is None else math.sqrt(max(rel_l2**2 - own**2, 0.0))
     at = {"sequence": "p0.s0", "position": 3 + order % 7, "feature": 12}
     side = {"dtype": "float32", "norm": 12.3 + order}
     return {
         "name": name, "slot": slot, "order": order, "verdict": verdict, "rel_l2": rel_l2, "rmse": rel_l2 * 0.8,
         "max_abs": rel_l2 * 4.1, "max_abs_at": at, "one_minus_cos": rel_l2**2 / 2, "ulp_p50": round(ratio),
-        "ulp_p99": round(ratio * 9), "norm_ratio": 1 + rel_l2 / 3, "floor": floor, "ratio": ratio, "own_error": None,
+        "ulp_p99": round(ratio * 9), "norm_ratio": 1 + rel_l2 / 3, "floor": floor, "ratio": ratio, "own_error": own,
+        "inherited_error": inherited, "floor_source": "modelled", "golden": None,
+        "side": "b" if order == broken_from else "",
         "worst_row": {"sequence": "p0.s0", "position": at["position"], "rel_l2": rel_l2 * 2},
         "nan_a": 0, "nan_b": 0, "inf_a": 0, "inf_b": 0, "rows": 200, "reason": "",
         "a": {"tensors": [f"model.{name}:{slot}"], **side}, "b": {"tensors": [f"decoder.{name}:{slot}"], **side},
@@ -132,14 +138,16 @@ def _side(stage: str, engine: str, version: str, tensors: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def _gates(**changed: tuple[str, str]) -> list[dict[str, str]]:
+def _gates(**changed: tuple[str, str]) -> list[dict[str, Any]]:
     details = {
         "tokens": "the same 248 token ids in 6 sequences", "positions": "the same positions",
         "weights": "51 of 51 parameters equal within the rounding of float32",
         "sampling": "temperature 1.0, top-p 1.0, raw log-probs on both sides",
         "config": "no difference that changes the result", "environment": "3 differences, none known to matter",
     }  # fmt: skip
-    gates = [{"name": name, "status": "pass", "detail": detail} for name, detail in details.items()]
+    gates: list[dict[str, Any]] = [
+        {"name": name, "status": "pass", "detail": detail, "findings": []} for name, detail in details.items()
+    ]
     for gate in gates:
         if gate["name"] in changed:
             gate["status"], gate["detail"] = changed[gate["name"]]
@@ -196,7 +204,8 @@ def make_report(
             "shares": {"tensors": 0.98, "rows": 1.0, "asked": 0.9},
         },
         "layers": entries, "first_divergence": None, "moe": None,
-        "suspects": _not_built("causes are not diagnosed in this version"), "tokens": _tokens(rng, strips),
+        "located": located(rng, entries, first), "replay": replay(rng, entries, first),
+        "suspects": [], "tokens": _tokens(rng, strips),
         "ppo": _not_built("the effect on the PPO update is not computed in this version"),
         "environment": [
             {"key": "torch", "a": "2.13.0", "b": "2.12.1", "severity": "warn"},
@@ -205,7 +214,7 @@ def make_report(
         ],
         "backends": {"a": {"attention": "CPU_ATTN", "moe": None, "kv_cache": "auto"},
                      "b": {"attention": "local core attention", "moe": None, "kv_cache": None}},
-        "action": _not_built("no recommendation in this version"),
+        "action": action(bool(broken)),
         "next_commands": ["probe show probe-demo/rollout", "probe show probe-demo/actor"],
     }  # fmt: skip
     return _mark_broken(report, names[first]) if first is not None else report
@@ -220,6 +229,7 @@ def _mark_broken(report: Report, key: tuple[str, str]) -> Report:
         "of 2e-06. Everything before it is consistent and the weights are equal, so look at the configuration and the "
         "kernel of this module.",
     )
+    report["suspects"] = [suspect(name)]
     report["next_commands"] = [f"probe show probe-demo/{stage} {name}" for stage in ("rollout", "actor")]
     return report
 
@@ -250,7 +260,12 @@ def identical() -> Report:
 def weights_failed() -> Report:
     """A divergent pair whose weights gate failed, with missing and incomparable modules and non-finite values."""
     report = make_report(broken="layers.2.mlp.down_proj")
-    report["gates"] = _gates(weights=("fail", "layers.2.mlp.down_proj.weight is stale on side b"))
+    text = "layers.2.mlp.down_proj.weight is stale on side b"
+    report["gates"] = _gates(weights=("fail", text))
+    finding = {"cause": "stale-weights", "subject": "layers.2.mlp.down_proj.weight", "side": "b", "text": text}
+    report["gates"][2]["findings"] = [finding | {"figures": {"parameters": 1}}]
+    report["suspects"][0].update(name="layers.2.mlp.down_proj", cause="stale-weights")
+    report["replay"].update(modules=[], why_not={"a": "the checkpoint is not at hand", "b": "its weights are stale"})
     report["layers"][-1].update(verdict="missing", rel_l2=None, floor=None, ratio=None, a=None, max_abs_at=None)
     report["layers"][-2].update(
         verdict="incomparable", rel_l2=float("nan"), ratio=float("inf"), nan_b=17, reason="not finite on side b"
@@ -275,6 +290,10 @@ def empty() -> Report:
     report["tokens"] = {"compared": 0, "text": False, "by_position": [], "worst": [], "sequences": []}
     report["coverage"] = {"matched": 0, "only_a": [], "only_b": [], "unavailable": []}
     report["backends"] = {"a": {}, "b": {}}
+    report["located"] = located(random.Random(1), [], None)
+    report["replay"] = {"weights": {}, "why_not": {"a": "no tensor is stored", "b": "no tensor is stored"}}
+    report["replay"] |= {"modules": [], "skipped": []}
+    report["action"]["figures"] = []
     return report
 
 
@@ -285,6 +304,13 @@ def hostile() -> Report:
     report["summary"] += HOSTILE_TEXTS[0]
     report["next_commands"].append("probe show '" + HOSTILE_TEXTS[0] + "'")
     report["a"]["path"] = HOSTILE_TEXTS[0]
+    report["suspects"][0].update(
+        name=HOSTILE_NAME, evidence=[text for text in HOSTILE_TEXTS if text[0] != "="], next_check=HOSTILE_TEXTS[0]
+    )
+    report["action"]["text"] = HOSTILE_TEXTS[0]
+    report["located"]["heat"]["tokens"][0]["sequence"] = HOSTILE_TEXTS[0]
+    report["located"]["rows"][0]["name"] = report["replay"]["modules"][3]["name"] = HOSTILE_NAME
+    report["replay"]["why_not"] = {"a": HOSTILE_TEXTS[0]}
     report["environment"].append({"key": HOSTILE_TEXTS[0], "a": "x", "b": HOSTILE_TEXTS[2], "severity": "warn"})
     for sequence in report["tokens"]["sequences"]:
         for token, text in zip(sequence["strip"][9:], HOSTILE_TEXTS):
@@ -299,6 +325,7 @@ def large() -> Report:
     report = make_report(layers=64, broken="layers.40.self_attn.o_proj", sequences=70, length=600)
     longest = _sequence(random.Random(3), "long.s0", 100, 2000, 0.3)
     report["tokens"]["sequences"].append(longest)
+    report["located"] = located(random.Random(4), report["layers"], 40 * len(_PER_LAYER) + 8, 400)
     return report
 
 

@@ -19,6 +19,7 @@ from probe.metrics import logprobs_from_logits
 from probe.store.dtypes import round_to
 from probe.store.reader import Dump, open_dump
 from probe.store.schema import ROW, TOKEN, ModuleInfo, RowSegment, Sequence, WeightSketch
+from probe.store.sketches import column_vector, sketch_rows
 from probe.store.writer import DumpWriter
 
 # -- native layouts ---------------------------------------------------------------------------------------------------
@@ -167,13 +168,13 @@ def _native_name(name: str, layout: str) -> str:
 
 
 def sketch(name: str, weight: np.ndarray, dtype: str) -> WeightSketch:
-    """Return a parameter's sketch; r is drawn from a fixed seed, the same for every engine."""
+    """Return a parameter's sketch, as a capture would store it."""
     weight = round_to(weight, dtype).astype(np.float64)
     if weight.ndim == 1:
         return WeightSketch(name, weight.shape, dtype, weight[:, None])
-    r = np.random.default_rng(7).uniform(-1, 1, weight.shape[1])
-    rows = np.stack([weight @ r, weight.sum(1), (weight**2).sum(1)], axis=1)
-    quad = float(r @ weight @ r) if weight.shape[0] == weight.shape[1] else float("nan")
+    rows = sketch_rows(weight)
+    square = weight.shape[0] == weight.shape[1]
+    quad = float(column_vector(len(weight)) @ rows[:, 0]) if square else float("nan")
     return WeightSketch(name, weight.shape, dtype, rows, quad)
 
 
@@ -209,6 +210,7 @@ class Scenario:
     decode: bool = True
     complete: bool = True
     drop: tuple[str, ...] = ()
+    cached: dict[int, int] = field(default_factory=dict)
     manifest: dict[str, Any] = field(default_factory=dict)
     logprob_shift: int = 0
     engine_logprobs: bool = True
@@ -226,7 +228,7 @@ def write_dump(path: Path, scenario: Scenario, sequences: list[tuple[str, np.nda
     """Write the dump of a scenario to ``path`` and return it.
 
     A vLLM layout runs all prompts in one call and then one call per decode step, last tokens not fed; other layouts run
-    micro-batches of two whole sequences.
+    micro-batches of two whole sequences. Of sequence n the first ``cached[n]`` rows did not run.
     """
     sequences = prompts(vocab=scenario.model.vocab) if sequences is None else sequences
     weights = make_weights(scenario.model, scenario.weights_seed)
@@ -242,8 +244,9 @@ def write_dump(path: Path, scenario: Scenario, sequences: list[tuple[str, np.nda
     writer = DumpWriter(
         path / scenario.stage / "step0" / "rank0.h5", manifest_of(scenario, engine), block_bytes=scenario.block_bytes
     )
-    for uid, ids, prompt_len in sequences:
-        writer.add_sequence(Sequence(0, uid, prompt_len=prompt_len, length=len(ids), tokens=ids))
+    for number, (uid, ids, prompt_len) in enumerate(sequences):
+        known = {"prompt_len": prompt_len, "length": len(ids), "tokens": ids, "cached": scenario.cached.get(number, 0)}
+        writer.add_sequence(Sequence(0, uid, **known))
     for module in modules_of(native[0], scenario.layout, scenario.model):
         writer.add_module(module)
     sketched = {name: value.copy() for name, value in weights.items()}
@@ -252,6 +255,7 @@ def write_dump(path: Path, scenario: Scenario, sequences: list[tuple[str, np.nda
     for name, value in native_weights(sketched, scenario.model, scenario.layout).items():
         writer.add_weight(sketch(name, value, scenario.weights_dtype or scenario.dtype))
     for number, cells in enumerate(calls_of(scenario, sequences)):
+        cells = [(n, p) for n, p in cells if p >= scenario.cached.get(n, 0)]
         _append_call(writer, scenario, sequences, native, cells, number)
     writer.add_tokens(token_table(scenario, sequences, runs))
     if scenario.complete:

@@ -30,6 +30,7 @@ from probe.layout import pad_vocabulary
 from probe.store.checksums import row_checksums
 from probe.store.dtypes import round_to
 from probe.store.schema import AXES, CHECKSUM, COLUMNS, REPLICATED, ROW, WHOLE, RowSegment, Sequence, WeightSketch
+from probe.store.sketches import column_vector
 from probe.store.writer import DumpWriter
 
 Cut = Callable[[np.ndarray, Tiny, int, int], np.ndarray]
@@ -200,7 +201,7 @@ def weight_shard(name: str, weight: np.ndarray, scenario: Scenario, tp: int, ran
             name, cut(np.atleast_2d(weight.T), scenario.model, tp, rank).T.reshape(-1, *weight.shape[1:]), dtype
         )
         return WeightSketch(name, part.shape, dtype, part.rows, axis=0)
-    r = np.random.default_rng(7).uniform(-1, 1, weight.shape[1])
+    r = column_vector(weight.shape[1])
     mine = cut(np.arange(weight.shape[1])[None], scenario.model, tp, rank)[0]
     part = weight[:, mine]
     rows = np.stack([part @ r[mine], part.sum(1), (part**2).sum(1)], axis=1)

@@ -113,9 +113,9 @@ def test_the_last_call_of_a_row_counts_and_the_earlier_ones_are_known():
 def test_repeated_rows_are_compared_bit_by_bit_with_the_one_that_counts():
     found, again = read_table(table([(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)])), Recomputed()
     nan = float("nan")
-    again.note(found, np.array([[1.0, nan], [2.0, 0.0], [1.0, nan], [2.0, -0.0]], np.float32))
+    again.note(found, np.array([[1.0, nan], [2.0, 0.0], [1.0, nan], [2.0, -0.0]], np.float32).__getitem__, 2)
     assert again.again == {0, 1} and again.differing == {1}
-    again.note(found, np.array([[1.0], [2.0], [3.0], [2.0]], np.float32))
+    again.note(found, np.array([[1.0], [2.0], [3.0], [2.0]], np.float32).__getitem__, 1)
     assert again.differing == {0, 1}
 
 

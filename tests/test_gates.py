@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,17 @@ import pytest
 from synthetic_dumps import Scenario, actor, opened, prompts, sketch
 from synthetic_model import Tiny
 
-from probe.compare.gates import (
-    positions_gate,
-    sampling_gate,
-    shifted_by,
-    tokens_gate,
-    weights_gate,
-)
+from probe.compare.environment_gate import environment_entries, environment_gate
+from probe.compare.gates import tokens_gate
+from probe.compare.names.canonical import LOGITS
+from probe.compare.positions_gate import positions_gate
+from probe.compare.sampling_gate import sampling_gate, shifted_by
 from probe.compare.sequences import join_sequences
-from probe.compare.settings_gates import config_gate, environment_entries, environment_gate, flat_config
-from probe.compare.side import read_side
+from probe.compare.settings_gates import config_gate, flat_config
+from probe.compare.side import Side, read_side
 from probe.compare.weights import Weight, compare_weights
+from probe.compare.weights_gate import weights_gate
+from probe.metrics import logprobs_from_logits
 
 
 class Pair:
@@ -231,27 +232,39 @@ def sampled(temperature: float, mode: str, top_p: float = 1.0) -> dict[str, Any]
     return {"logprobs_mode": mode, "sampling": {"temperature": temperature, "top_p": top_p}}
 
 
+def set_logprobs(side: Side, processed: Callable[[np.ndarray], np.ndarray], finish: Any = lambda x: x) -> None:
+    """Let a side's engine have returned log-probs of its logits after ``processed`` did something to them."""
+    table = side.dump.tokens
+    source = side.resolution.sources[LOGITS]
+    values, rows = (getattr(side.dump, what)(*side.natives[source.native[0]]) for what in ("read", "rows"))
+    for row, logits in zip(rows, processed(values.astype(np.float64)[:, : side.shape.vocab])):
+        at = np.flatnonzero((table["sequence"] == row["sequence"]) & (table["position"] == row["position"] + 1))
+        if len(at) and table["response"][at[0]]:
+            table["logprob"][at] = finish(logprobs_from_logits(logits[None], table["token"][at]))
+
+
 def test_log_probs_of_one_distribution_pass(make):
     pair = make()
-    assert sampling_gate(pair.a, pair.b).status == "pass"
+    assert sampling_gate(*pair.sides, pair.join).status == "pass"
 
 
 def test_raw_log_probs_at_another_temperature_warn_about_the_ppo_ratio(make):
     pair = make(Scenario(manifest=sampled(0.7, "raw_logprobs")))
-    gate = sampling_gate(pair.a, pair.b)
+    gate = sampling_gate(*pair.sides, pair.join)
     assert gate.status == "warn" and "temperature 0.7" in gate.detail and "processed_logprobs" in gate.detail
 
 
 def test_processed_log_probs_are_replaced_by_recomputed_ones_where_the_other_side_is_raw(make):
     pair = make(Scenario(manifest=sampled(0.7, "processed_logprobs")))
-    gate = sampling_gate(pair.a, pair.b)
+    set_logprobs(pair.sides[0], lambda logits: logits / 0.7)
+    gate = sampling_gate(*pair.sides, pair.join)
     assert gate.status == "warn" and "recomputed" in gate.detail
 
 
 def test_log_probs_of_different_distributions_fail_where_nothing_can_be_recomputed(make):
     pair = make(Scenario(manifest=sampled(0.7, "processed_logprobs", 0.9)))
     pair.a.tokens["logprob_recomputed"] = np.nan
-    gate = sampling_gate(pair.a, pair.b)
+    gate = sampling_gate(*pair.sides, pair.join)
     assert gate.status == "fail" and "different distributions" in gate.detail
 
 
@@ -260,7 +273,7 @@ def test_log_probs_shifted_by_one_token_fail(make, shift):
     long = [(f"p{n}", np.random.default_rng(n).integers(0, 50, 24), 4) for n in range(2)]
     pair = make(Scenario(logprob_shift=shift), actor(), sequences_a=long, sequences_b=long)
     assert shifted_by(pair.a) == -shift
-    gate = sampling_gate(pair.a, pair.b)
+    gate = sampling_gate(*pair.sides, pair.join)
     assert gate.status == "fail" and "wrong tokens" in gate.detail
 
 
@@ -268,7 +281,7 @@ def test_no_log_probs_are_skipped(make):
     pair = make()
     for column in ("logprob", "logprob_recomputed"):
         pair.b.tokens[column] = np.nan
-    assert sampling_gate(pair.a, pair.b).status == "skipped"
+    assert sampling_gate(*pair.sides, pair.join).status == "skipped"
 
 
 # -- config and environment -------------------------------------------------------------------------------------------

@@ -67,8 +67,9 @@ def test_a_gradual_rise_is_not_an_alarm_but_a_jump_is():
 
 def test_a_gradual_rise_ends_at_the_absolute_bands():
     floor = 1e-6
-    assert judge(measure_pair(*pair(25 * floor)), floor, level=24.0).verdict == "suspect"
-    assert judge(measure_pair(*pair(60 * floor)), floor, level=49.0).verdict == "divergent"
+    assert judge(measure_pair(*pair(35 * floor)), floor, level=24.0).verdict == "consistent"
+    assert judge(measure_pair(*pair(90 * floor)), floor, level=84.0).verdict == "suspect"
+    assert judge(measure_pair(*pair(220 * floor)), floor, level=199.0).verdict == "divergent"
 
 
 def test_one_random_row_in_two_thousand_is_found_in_bf16():
@@ -157,6 +158,38 @@ def test_overall_verdict(modules, gates, tokens, coverage, expected):
     assert overall(modules, PASS | gates, tokens, coverage, 0.9) == expected
 
 
+# -- floors that were not modelled ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "floors", "level", "verdict"),
+    [
+        (j.MODELLED, 3.9, 1, "consistent"),
+        (j.MEASURED, 3.8, 1, "consistent"),
+        (j.MEASURED, 4.4, 1, "suspect"),
+        (j.MEASURED, 4.4, 9, "suspect"),  # a measured floor holds the amplification: no level raises its bands
+        (j.MEASURED, 9, 9, "divergent"),
+        (j.REPEATED, 3.8, 1, "consistent"),
+        (j.REPEATED, 4.5, 9, "suspect"),
+        (j.REPEATED, 11, 9, "divergent"),
+        (j.QUANTISED, 3.8, 1, "consistent"),
+        (j.QUANTISED, 4.5, 1, "suspect"),
+        (j.QUANTISED, 11, 1, "divergent"),
+    ],
+)
+def test_each_source_of_a_floor_has_bands_of_its_own(source, floors, level, verdict):
+    floor = j.Floor(1e-6, source, 1e-6)
+    assert judge(measure_pair(*pair(floors * 1e-6)), floor, level).verdict == verdict
+
+
+def test_the_level_before_counts_in_modelled_floors():
+    # eight modelled floors were reached; this tensor's floor is four of them, so that two of its own were
+    floor = j.Floor(4e-6, j.QUANTISED, 1e-6)
+    assert judge(measure_pair(*pair(7.5 * 4e-6)), floor, level=8).verdict == "consistent"
+    assert judge(measure_pair(*pair(8.5 * 4e-6)), floor, level=8).verdict == "suspect"
+    assert floor.gain == 4 and floor.times(2) == j.Floor(8e-6, j.QUANTISED, 2e-6)
+
+
 def test_every_band_is_wider_than_the_healthy_maximum_it_documents():
-    assert j.SUSPECT_RISE > 1.93 and j.DIVERGENT_RISE > j.SUSPECT_RISE
-    assert j.SUSPECT_FLOORS > 9 and j.DIVERGENT_FLOORS > j.SUSPECT_FLOORS
+    assert j.SUSPECT_RISE > 1.5 * 2.6 and j.DIVERGENT_RISE > j.SUSPECT_RISE
+    assert j.SUSPECT_FLOORS > 1.9 * 40.3 and j.DIVERGENT_FLOORS > j.SUSPECT_FLOORS

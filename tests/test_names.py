@@ -10,8 +10,8 @@ from synthetic_dumps import LAYOUTS, Scenario, actor, opened, prompts
 from synthetic_model import Forward, Tiny, make_weights
 
 from probe.compare.align import RowAligner
+from probe.compare.figures import measure_rows
 from probe.compare.match import match_tensors
-from probe.compare.measure import measure_rows
 from probe.compare.merge import OPERATIONS, CanonicalReader
 from probe.compare.names import TABLES, table_for
 from probe.compare.names.base import ModelShape, Rule, fill, key_of, pattern, resolve, strip_native

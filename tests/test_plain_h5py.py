@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from dump_tools import open_writer, rank_file, segment
 
-from probe.hooks.weights import column_vector
 from probe.manifest import make_manifest
 from probe.settings import ENVIRONMENT, Settings
 from probe.store import schema
 from probe.store.dtypes import DTYPES, widen
 from probe.store.reader import open_dump
+from probe.store.sketches import column_vector
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
@@ -82,7 +82,14 @@ def test_the_page_lists_every_column(heading, table):
     assert columns_on_the_page(heading) == list(table.names)
 
 
-@pytest.mark.parametrize(("heading", "table"), [("### /modules", schema.MODULE), ("### /weights", schema.WEIGHT)])
+@pytest.mark.parametrize(
+    ("heading", "table"),
+    [
+        ("### /modules", schema.MODULE),
+        ("### /weights", schema.WEIGHT),
+        ("### /parameters", schema.PARAMETER),
+    ],
+)
 def test_the_page_names_the_columns_of_small_tables(heading, table):
     section = re.split(r"\n##", PAGE.split(heading, 1)[1])[0]
     assert [name for name in re.findall(r"`([a-z_]+)`", section) if name in table.names][: len(table.names)] == list(

@@ -245,3 +245,41 @@ def test_copy_button_answers(browser: Page, reports: dict[str, Path]) -> None:
     assert browser.run(f"{button}.hidden") is False
     browser.call("Runtime.evaluate", expression=f"{button}.click()", userGesture=True)
     browser.wait(f"{button}.textContent === 'Copied'")
+
+
+def test_heat_map_is_drawn_and_walked_with_the_keyboard(browser: Page, reports: dict[str, Path]) -> None:
+    heat = report_fixture.divergent()["located"]["heat"]
+    browser.open(reports["divergent"])
+    pixels = """(() => { const c = document.getElementById("heat-map");
+      const data = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
+      return new Set(Array.from({length: data.length / 4}, (_, i) => data.slice(4 * i, 4 * i + 4).join())).size; })()"""
+    assert browser.run(pixels) > 6
+    cells = {
+        (row, column): cell for column, row_cells in enumerate(heat["cells"]) for row, cell in enumerate(row_cells)
+    }
+    row, column = max(cells, key=lambda at: (cells[at], -at[1]))
+    readout = "document.getElementById('heat-readout').textContent"
+
+    def told(row: int, column: int) -> str:
+        token = heat["tokens"][column]
+        place = f"position {token['position']} of {token['sequence']}, token {token['token']}"
+        return f"{heat['layers'][row]}, {place}: {model.number(cells[row, column])} noise floors"
+
+    browser.run("document.getElementById('heat-map').focus()")
+    assert browser.run(readout) == told(row, column)
+    step = "ArrowRight" if column + 1 < len(heat["tokens"]) else "ArrowLeft"
+    press(browser, step)
+    assert browser.run(readout) == told(row, column + (1 if step == "ArrowRight" else -1))
+    browser.run("document.getElementById('heat-details').open = true")
+    browser.wait(f"document.querySelectorAll('#heat-data tbody tr').length === {len(heat['tokens'])}")
+    first = browser.run("[...document.querySelectorAll('#heat-data tbody tr')[0].cells].map((c) => c.textContent)")
+    assert first[3:] == [model.number(cell) for cell in heat["cells"][0]]
+
+
+def test_heat_map_is_redrawn_for_the_dark_scheme(browser: Page, reports: dict[str, Path]) -> None:
+    corner = """(() => { const c = document.getElementById("heat-map");
+      return [...c.getContext("2d").getImageData(c.width - 3, 8, 1, 1).data].join(); })()"""
+    browser.open(reports["divergent"])
+    light = browser.run(corner)
+    browser.set_dark(True)
+    browser.wait(f"{corner} !== {json.dumps(light)}")

@@ -16,7 +16,7 @@ import report_fixture
 from report_fixture import HOSTILE_NAME
 from rich.console import Console
 
-from probe.compare.report import FORMS, model, write_report
+from probe.compare.report import FORMS, findings, model, write_report
 from probe.errors import UsageError
 
 FIXTURES = ("identical", "consistent", "divergent", "weights_failed", "incomparable", "empty", "hostile")
@@ -46,6 +46,20 @@ def test_fixture_reports_are_valid(name: str) -> None:
         ({"layers": None}, "'layers' is NoneType, expected list"),
         ({"gates": [{"name": "tokens", "status": "ok", "detail": ""}]}, "gate 'tokens' has status 'ok'"),
         ({"layers": [{"name": "norm"}]}, r"layers\[0\] lacks slot, order, verdict"),
+        (
+            {"suspects": [{"name": "norm", "side": "left"}]},
+            r"suspects\[0\] lacks cause, .*; suspects\[0\] has side 'left'",
+        ),
+        ({"located": {"jumps": [{"name": "norm"}]}}, r"located.jumps\[0\] lacks slot, before, after, factor"),
+        ({"replay": {"modules": [{"name": "norm", "slot": "output.0", "a": None, "b": None}]}}, "lacks kind"),
+        (
+            {"action": {"word": "pray", "text": "", "figures": [{}]}},
+            r"action.figures\[0\] lacks name.*action is 'pray'",
+        ),
+        (
+            {"gates": [{"name": "tokens", "status": "pass", "detail": "", "findings": [{"side": "a"}]}]},
+            r"gates\[0\].findings\[0\] lacks cause, subject, text, figures",
+        ),
     ],
 )
 def test_validate_names_the_problem(change: dict[str, Any], words: str) -> None:
@@ -260,7 +274,83 @@ def test_terminal_says_the_verdict_in_words() -> None:
     assert "6 B not executed by the other side (last generated token)" in text
     assert "192 compared; log-probs of A as the engine returned them, of B recomputed from the logits" in text
     assert "torch 2.13.0 2.12.1 warn" in text and "3.11.7" not in text
-    assert "not built: Suspected causes, Effect on the PPO update, Recommended action" in text
+    assert "not built: Effect on the PPO update" in text
+
+
+def test_every_form_gives_suspects_replays_and_the_action() -> None:
+    text, page = " ".join(printed(fixture("divergent")).split()), rendered("divergent", "markdown")
+    assert "action: Stop. Training on these log-probs follows a fault." in text
+    assert "k3 2.1e-05 pass at most 0.001" in text and "| k3 | 2.1e-05 | at most 0.001 | NeMo-RL |" in page
+    assert "1. rope-base in layers.1.self_attn.rotary_emb on B 93 %" in text
+    assert "1. **rope-base** in `layers.1.self_attn.rotary_emb` on B, confidence 93 %" in page
+    assert page.index("**Suspects**") < page.index("The runs part") < page.index("**Action:**")
+    for form in (text, page.replace("\\", "")):
+        assert "side b is 250 roundings off where 4.5 are allowed (side a: 0.9)" in form
+        assert "Print rope_theta in both engines' configs." in form
+        assert "The error jumps at layers.1.self_attn.rotary_emb, from 1 to 8.1e+04 noise floors." in form
+        assert "every row from position 3 on: 190 of 242" in form
+        assert "B: rope-base, the base is 1.05 times the config's; 1.2 roundings are left" in form
+    assert "B: 58 modules replayed, 1 broken, 57 fine." in text
+    assert re.search(r"layers.1.self_attn.rotary_emb [01]\.\d+ of 4.5 250 of 4.5", text)
+    assert "> layers.1.self_attn.rotary_emb divergent" in text and "100% B " in text
+    assert "| attention backend | CPU\\_ATTN | local core attention |" in page
+
+
+def test_without_a_suspect_the_forms_say_so() -> None:
+    for name, words in (
+        ("consistent", "No suspect: no gate, replay or tensor shows a fault."),
+        ("incomparable", "No suspect: too little was compared."),
+    ):
+        assert words in " ".join(printed(fixture(name)).split())
+        assert words in rendered(name, "markdown")
+    divergent = fixture("divergent") | {"suspects": []}
+    assert "No suspect: what differs points to no cause that is known." in printed(divergent)
+
+
+def test_why_nothing_was_replayed_is_said() -> None:
+    text = " ".join(printed(fixture("weights_failed")).split())
+    assert "A: not replayed: the checkpoint is not at hand. B: not replayed: its weights are stale." in text
+
+
+def test_local_folders_stay_out_of_a_public_issue() -> None:
+    report = fixture("divergent")
+    report["a"]["path"] = "/home/someone/private/rollout"
+    report["suspects"][0]["next_check"] = "probe show /home/someone/private/rollout norm"
+    assert "private" not in str(FORMS["markdown"].render(report))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ({"kind": "one-row", "rows": 1, "of": 40, "figures": {"first_position": 7}}, "at position 7: 1 of 40"),
+        ({"kind": "decode-only", "rows": 9, "of": 40, "figures": {}}, "response rows only (decode): 9 of 40"),
+        ({"kind": "from-position", "rows": 9, "of": 40, "figures": {"position": 97}}, "from position 97 on: 9 of 40"),
+        ({"kind": "few-rows", "rows": 9, "of": 40, "figures": {}}, "the first at position ?: 9 of 40"),
+        ({"kind": "all", "rows": 40, "of": 40, "figures": {"share": 1.0}}, "all rows: 40 of 40"),
+    ],
+)
+def test_patterns_of_rows_have_words(pattern: dict[str, Any], words: str) -> None:
+    assert findings.row_words(pattern).endswith(words)
+
+
+def test_the_figure_that_exceeds_its_band_most_is_shown() -> None:
+    figures = {"error": 1.4, "band": 1.5, "worst_row": 5.0, "row_band": 5.0, "worst_column": 30.0, "column_band": 3.0}
+    assert findings.against_band(figures) == "30 of 3 in the worst column"
+    assert findings.against_band(figures | {"error": None}) == "- of 1.5"
+    assert findings.against_band(None) == "-"
+
+
+def test_floor_sources_are_counted() -> None:
+    report = fixture("consistent")
+    assert findings.floor_words(report) == "modelled from the dtype and the depth"
+    report["layers"][3]["floor_source"] = "measured"
+    assert "for 58 tensors" in findings.floor_words(report) and "(--floor) for 1 tensors" in findings.floor_words(
+        report
+    )
+    report["layers"][3]["golden"] = {"error_a": 1e-3, "error_b": 9e-3, "ratio": 9.0, "side": "b", "verdict": "bug"}
+    assert findings.golden_words(report["layers"][3]) == "9, B is farther"
+    row = list(csv.DictReader(io.StringIO(FORMS["csv"].render(report))))[3]
+    assert (row["floor_source"], row["golden_ratio"], row["side"]) == ("measured", "9.0", "")
 
 
 def test_terminal_of_identical_runs_lists_no_zeros() -> None:

@@ -128,7 +128,9 @@ def test_page_says_what_to_do_first(pages: dict[str, Parsed]) -> None:
     )
     assert "Do this first probe show probe-demo/rollout layers.1.self_attn.rotary_emb" in words
     assert "The last generated token of each sequence never enters the rollout's forward" in words
-    assert "Suspected causes: not built (causes are not diagnosed in this version)." in words
+    assert "Stop. Training on these log-probs follows a fault." in words
+    assert "rope-base in layers.1.self_attn.rotary_emb on B 93 % confidence" in words
+    assert "Next check: Print rope_theta in both engines' configs." in words
 
 
 def test_embedded_table_holds_every_module(pages: dict[str, Parsed]) -> None:
@@ -144,6 +146,31 @@ def test_embedded_table_holds_every_module(pages: dict[str, Parsed]) -> None:
     marked = [row[at["name"]] for row in rows if len(row) > len(at)]
     assert marked == ["layers.1.self_attn.rotary_emb"]
     assert data["verdict"] == "divergent" and data["left_out"] == {"modules": 0, "sequences": 0, "tokens": 0}
+
+
+def test_page_shows_own_errors_replays_and_why_not(pages: dict[str, Parsed]) -> None:
+    tables = pages["divergent"].tables
+    assert [row[0] for row in tables["own-errors"][1:]] == ["layers.1.self_attn.rotary_emb"]
+    assert tables["own-errors"][1][-1].strip() == "B"
+    (worst,) = tables["replays"][1:]
+    assert worst[0] == "layers.1.self_attn.rotary_emb" and worst[3:5] == ["broken", "250 of 4.5"] and worst[1] == "fine"
+    assert len(tables["all-replays"]) == 59 and tables["all-replays"][1][0] == "layers.1.self_attn.rotary_emb"
+    assert [row[0] for row in tables["action-figures"][1:]] == ["mean |log-prob difference|", "k3"]
+    assert "A: not replayed: the checkpoint is not at hand." in pages["weights_failed"].words()
+    assert "stale-weights layers.2.mlp.down_proj.weight on B" in pages["weights_failed"].words()
+
+
+def test_a_page_without_a_suspect_says_so(pages: dict[str, Parsed]) -> None:
+    assert "No suspect: no gate, replay or tensor shows a fault." in pages["consistent"].words()
+    assert "suspects" not in [attributes.get("class") for _, attributes in pages["consistent"].elements]
+
+
+def test_heat_map_holds_tokens_by_layers(pages: dict[str, Parsed]) -> None:
+    heat, data = fixture("divergent")["located"]["heat"], pages["divergent"].data()["heat"]
+    assert data["layers"] == heat["layers"] and data["cells"] == heat["cells"]
+    assert data["positions"] == [token["position"] for token in heat["tokens"]]
+    assert pages["empty"].data()["heat"] is None
+    assert "The residual stream after a layer was not compared" in pages["empty"].words()
 
 
 def test_embedded_table_counts_values_that_are_not_finite(pages: dict[str, Parsed]) -> None:

@@ -10,9 +10,9 @@ from dump_tools import open_rank, segment
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from probe.compare.gates import weights_gate
 from probe.compare.side import read_side
 from probe.compare.weights import Weight, canonical_weights, compare_weights
+from probe.compare.weights_gate import weights_gate
 from probe.errors import DumpError
 from probe.hooks.weights import sketch
 from probe.store.reader import open_dump

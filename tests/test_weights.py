@@ -12,7 +12,8 @@ from torch import nn
 from probe.hooks import weights
 from probe.hooks.engines.base import EngineAdapter
 from probe.hooks.engines.sequences import SequenceBook
-from probe.hooks.weights import column_vector, named_sketches, sketch, sketches
+from probe.hooks.weights import named_sketches, sketch, sketches
+from probe.store.sketches import column_vector
 
 # float64 sums of some hundred products of size about 1, in another order
 EXACT = 1e-12

@@ -4,33 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from probe.compare.judge import effective_dtype, modelled_floor
+import numpy as np
+
+from probe.compare.floors.quantised import Quantisation, declared
+from probe.compare.judge import (
+    GROWTH,
+    MEASURED,
+    MODELLED,
+    QUANTISED,
+    REPEATED,
+    ROUNDING,
+    Floor,
+    effective_dtype,
+    modelled_floor,
+)
 from probe.compare.match import Match
+from probe.compare.names.canonical import OPS_PER_LAYER
 from probe.compare.side import Side
 
-MODELLED, MEASURED, QUANTISED = "modelled", "measured", "quantised"
-
-
-@dataclass(frozen=True)
-class Floor:
-    """A relative L2 difference that rounding explains, and its source: one of the three words above."""
-
-    value: float
-    source: str = MODELLED
+__all__ = ["MEASURED", "MODELLED", "QUANTISED", "REPEATED", "Floor", "Floors", "model_dtypes", "noise_model"]
 
 
 @dataclass
 class Floors:
-    """The floors of two sides; ``measured``: canonical label -> relative L2 of one side measured twice."""
+    """The floors of two sides.
+
+    ``gains``: canonical label -> how far one side's tensor moved when it was run twice: in roundings of its dtype where
+    the second run was re-rounded at random (``source`` is :data:`MEASURED`), in modelled floors where it was the same
+    model in another batching or split (:data:`REPEATED`).
+    """
 
     a: Side
     b: Side
-    measured: Mapping[str, float] = field(default_factory=dict)
+    gains: Mapping[str, float] = field(default_factory=dict)
+    source: str = MODELLED
 
     def of(self, match: Match) -> Floor:
-        """Return the floor of a matched tensor."""
-        return Floor(modelled_floor(*noise_model(self.a, self.b, match)))
+        """Return the floor of a matched tensor.
+
+        Errors this small add up linearly, so that what was measured in the finer dtype of a mixed pair carries over to
+        the coarser one. A repeat exercises a part of the roundings only (none, where it is bit-identical): it can raise
+        the modelled floor and not lower it. No measured floor is below one rounding.
+        """
+        dtype, ops, reduction = noise_model(self.a, self.b, match)
+        modelled = modelled_floor(dtype, ops, reduction)
+        left, right = (side.error(ops, OPS_PER_LAYER) for side in self._quantised)
+        extra = GROWTH * float(np.hypot(left, right))
+        gain = self.gains.get(match.label)
+        if extra > modelled:
+            return Floor(float(np.hypot(extra, modelled)), QUANTISED, modelled)
+        if gain is None or (self.source == REPEATED and gain <= 1):
+            return Floor(modelled, MODELLED, modelled)
+        value = gain * modelled if self.source == REPEATED else max(gain, 1.0) * ROUNDING[dtype]
+        return Floor(value, self.source, modelled)
+
+    @cached_property
+    def _quantised(self) -> tuple[Quantisation, Quantisation]:
+        return declared(self.a.dump.manifest), declared(self.b.dump.manifest)
 
 
 def noise_model(a: Side, b: Side, match: Match) -> tuple[str, int, int]:

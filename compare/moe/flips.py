@@ -8,12 +8,14 @@ tokens that were routed alike up to there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from probe.compare.align import RowAligner, RowJoin, pack, split
+from probe.compare.figures import Rows
 from probe.compare.judge import ROUNDING, Judgement
 from probe.compare.match import Match, Matching
 from probe.compare.merge import CanonicalReader
@@ -21,6 +23,7 @@ from probe.compare.moe.routing import margin, membership, overlap, spread, swap_
 from probe.compare.names.base import Source
 from probe.compare.names.canonical import Place, place_of
 from probe.errors import CompareError
+from probe.metrics import BLOCK_VALUES
 
 DERIVED = "route"
 """The operation that derives ids from logits by the model's rule, where an engine records none."""
@@ -145,47 +148,62 @@ class Routing:
         if match is None:
             return
         join = self.aligner.rows(self.readers[0].rows(match.source_a), self.readers[1].rows(match.source_b))
-        a = self.readers[0].read(match.source_a)[join.index_a].astype(np.float64)
-        b = self.readers[1].read(match.source_b)[join.index_b].astype(np.float64)
         _, here, there = np.intersect1d(found.keys, pack(join.pair, join.position), return_indices=True)
-        a, b = a[there], b[there]
-        if a.shape[1:] != b.shape[1:] or a.shape[1] != found.sets_a.shape[1]:
-            return
-        sets_a, sets_b = found.sets_a[here], found.sets_b[here]
-        found.margin_a[here], found.margin_b[here] = margin(a, found.top_k), margin(b, found.top_k)
-        found.distance[here] = np.maximum(swap_distance(a, sets_a, sets_b), swap_distance(b, sets_a, sets_b))
+        d2 = b2 = 0.0
+        for at in _blocks(len(here), found.sets_a.shape[1]):
+            rows, rows_a, rows_b = here[at], join.index_a[there[at]], join.index_b[there[at]]
+            a = self.readers[0].read(match.source_a, rows_a).astype(np.float64)
+            b = self.readers[1].read(match.source_b, rows_b).astype(np.float64)
+            if a.shape[1:] != b.shape[1:] or a.shape[1] != found.sets_a.shape[1]:
+                return
+            self._note_logits(found, rows, a, b)
+            d2, b2 = d2 + float(np.square(a - b).sum()), b2 + float(np.square(b).sum())
+        found.logits_rel_l2 = float(np.sqrt(d2 / b2)) if b2 else None
+
+    def _note_logits(self, found: LayerRouting, rows: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
+        sets_a, sets_b = found.sets_a[rows], found.sets_b[rows]
+        found.margin_a[rows], found.margin_b[rows] = margin(a, found.top_k), margin(b, found.top_k)
+        found.distance[rows] = np.maximum(swap_distance(a, sets_a, sets_b), swap_distance(b, sets_a, sets_b))
         # what moves two logits past each other; and ties, which each engine's softmax rounds its own way
         ties = 4 * ROUNDING[self.dtype] / ROUNDING["float32"] * np.finfo(np.float32).eps
         largest = np.maximum(np.abs(a).max(axis=1, initial=0), np.abs(b).max(axis=1, initial=0))
-        found.allowed[here] = 2 * np.abs(a - b).max(axis=1, initial=0) + ties * largest
-        norm = float(np.linalg.norm(b))
-        found.logits_rel_l2 = float(np.linalg.norm(a - b)) / norm if norm else None
+        found.allowed[rows] = 2 * np.abs(a - b).max(axis=1, initial=0) + ties * largest
 
-    def weights(self, match: Match) -> tuple[np.ndarray, np.ndarray]:
-        """Return both sides' weights [rows, experts] with each weight in its expert's column, zero for the others."""
+    def weights(self, match: Match) -> tuple[Rows, Rows, int]:
+        """Return how to read each side's weights, each in its expert's column, and how many columns there are.
+
+        Both functions take row numbers and return [rows, experts].
+        """
         ids = self._matches.get(match.label.replace(":weights", ":ids"))
         if ids is None:
             raise CompareError(f"{match.label} has no ids beside it, so that no weight has an expert")
         sources = (match.source_a, ids.source_a), (match.source_b, ids.source_b)
-        pairs = [
-            (reader.read(values), reader.read(numbers).astype(np.int64))
-            for reader, (values, numbers) in zip(self.readers, sources)
-        ]
-        if any(values.shape != numbers.shape for values, numbers in pairs):
-            raise CompareError(f"{match.label} does not hold one weight for each id")
-        experts = max(self._experts, *(int(numbers.max(initial=-1)) + 1 for _, numbers in pairs))
-        a, b = (spread(values, numbers, experts) for values, numbers in pairs)
-        return a, b
+        largest = [int(reader.read(numbers).max(initial=-1)) for reader, (_, numbers) in zip(self.readers, sources)]
+        experts = max(self._experts, *(number + 1 for number in largest))
 
-    def note_weights(self, layer: int, a: np.ndarray, b: np.ndarray, join: RowJoin) -> None:
+        def reading(reader: CanonicalReader, values: Source, numbers: Source) -> Rows:
+            def read(rows: np.ndarray) -> tuple[np.ndarray, str]:
+                weights, used = reader.read(values, rows), reader.read(numbers, rows).astype(np.int64)
+                if weights.shape != used.shape:
+                    raise CompareError(f"{match.label} does not hold one weight for each id")
+                return spread(weights, used, experts), ""
+
+            return read
+
+        a, b = (reading(reader, *pair) for reader, pair in zip(self.readers, sources))
+        return a, b, experts
+
+    def note_weights(self, layer: int, a: Rows, b: Rows, experts: int, join: RowJoin) -> None:
         """Take the L1 distance of the joined rows' weights on the tokens that the layer routed alike."""
         found = self.look(layer)
-        if found is not None:
-            alike = np.isin(pack(join.pair, join.position), found.keys[found.same])
-            if alike.any():
-                rows = join.index_a[alike], join.index_b[alike]
-                distance = np.abs(a[rows[0]].astype(np.float64) - b[rows[1]]).sum(axis=1)
-                found.weights_l1 = float(distance.mean())
+        if found is None:
+            return
+        alike = np.flatnonzero(np.isin(pack(join.pair, join.position), found.keys[found.same]))
+        distance = 0.0
+        for at in _blocks(len(alike), experts):
+            x, y = a(join.index_a[alike[at]])[0], b(join.index_b[alike[at]])[0]
+            distance += float(np.abs(x.astype(np.float64) - y).sum())
+        found.weights_l1 = distance / len(alike) if len(alike) else None
 
     def weights_gain(self, layer: int) -> float:
         """Return how much a softmax enlarges the relative error of its logits: at least 1.
@@ -196,8 +214,11 @@ class Routing:
         match = self._matches.get(f"layers.{layer}.mlp.router:output.0")
         if match is None:
             return 1.0
-        logits = self.readers[1].read(match.source_b).astype(np.float64)
-        return max(1.0, float(np.sqrt(2 * np.mean(logits**2)))) if logits.size else 1.0
+        reader, total, count = self.readers[1], 0.0, 0
+        for at in _blocks(reader.stored_rows(match.source_b), reader.features(match.source_b)):
+            logits = reader.read(match.source_b, np.arange(at.start, at.stop)).astype(np.float64)
+            total, count = total + float(np.square(logits).sum()), count + logits.size
+        return max(1.0, float(np.sqrt(2 * total / count))) if count else 1.0
 
     def judge_ids(self, layer: int, logits: str) -> Judgement:
         """Judge the ids of a layer: a flip is a fault unless rounding explains it.
@@ -251,6 +272,12 @@ class Routing:
         pair, position = split(keys)
         np.minimum.at(first, pair, position)
         return first
+
+
+def _blocks(rows: int, features: int) -> Iterator[slice]:
+    """Yield slices of rows whose values fit a block."""
+    step = max(1, BLOCK_VALUES // max(1, features))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 _ATTENDED, _ROUTED = "layers.0.self_attn.o_proj:input.0", "layers.0.mlp.router:weights"

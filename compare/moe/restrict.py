@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from probe.compare.judge import Judgement, judge
+from probe.compare.judge import Floor, Judgement, judge
 from probe.compare.moe.flips import ALIKE, OWN
 from probe.metrics import PairMetrics
 
@@ -41,7 +41,7 @@ class Restricted:
 
 
 class Levels:
-    """The most noise floors that the tensors so far have reached, on all tokens and on those after flips.
+    """The most modelled floors that the tensors so far have reached, on all tokens and on those after flips.
 
     Tokens that only attend to flipped ones carry more than rounding: how much more is learnt from tensors that are fine
     on better tokens, and a tensor that rises far above it is at fault all the same.
@@ -54,7 +54,7 @@ class Levels:
     def judge(
         self,
         metrics: PairMetrics,
-        floor: float,
+        floor: Floor,
         left: Mapping[str, np.ndarray],
         measure: Callable[[np.ndarray], PairMetrics],
     ) -> tuple[Judgement, Restricted | None]:
@@ -63,7 +63,7 @@ class Levels:
         Returns the judgement, and the figures on the best rows that flips have left, if any did.
         """
         if not left:
-            return self._note(judge(metrics, floor, self.level)), None
+            return self._note(judge(metrics, floor, self.level), floor), None
         whole = judge(metrics, floor, self.level)
         distinct = {kind: rows for kind, rows in left.items() if kind == ALIKE or not np.array_equal(rows, left[ALIKE])}
         found = {kind: measure(rows) for kind, rows in distinct.items() if rows.any()}
@@ -79,24 +79,25 @@ class Levels:
             return replace(judgement, verdict=whole.verdict, reason=""), shown
         return replace(judgement, reason=_reason(judgement, part.rows, metrics.rows, WORDS[kind])), shown
 
-    def _on(self, kind: str, metrics: PairMetrics, floor: float) -> Judgement:
+    def _on(self, kind: str, metrics: PairMetrics, floor: Floor) -> Judgement:
         """Judge some rows; of tokens whose noise is not known yet nothing can be said."""
         if kind == ALIKE:
             return judge(metrics, floor, self.level)
         reached = self._reached.get(kind)
-        verdict = judge(metrics, floor * (reached or 1.0))
+        verdict = judge(metrics, floor.times(reached or 1.0))
         return verdict if reached or verdict.verdict in FINE else replace(verdict, verdict="incomparable")
 
-    def _learn(self, judged: Mapping[str, Judgement], floor: float) -> None:
+    def _learn(self, judged: Mapping[str, Judgement], floor: Floor) -> None:
         for kind, judgement in judged.items():
             if kind == ALIKE:
-                self._note(judgement)
+                self._note(judgement, floor)
             else:
-                self._reached[kind] = max(self._reached.get(kind, 1.0), judgement.evidence * judgement.floor / floor)
+                reached = judgement.evidence * judgement.floor / floor.value
+                self._reached[kind] = max(self._reached.get(kind, 1.0), reached)
 
-    def _note(self, judgement: Judgement) -> Judgement:
+    def _note(self, judgement: Judgement, floor: Floor) -> Judgement:
         if judgement.verdict != "divergent":
-            self.level = max(self.level, judgement.evidence)
+            self.level = max(self.level, judgement.evidence * floor.gain)
         return judgement
 
 

@@ -10,7 +10,11 @@ from probe.compare.report.model import Layer, Report, in_order, visible
 
 #: Column name -> the keys that lead to it in an entry of ``layers``.
 COLUMNS: dict[str, tuple[str, ...]] = {
-    **{name: (name,) for name in ("order", "name", "slot", "verdict", "rel_l2", "floor", "ratio", "own_error", "rmse")},
+    **{name: (name,) for name in ("order", "name", "slot", "verdict", "side", "rel_l2", "floor", "floor_source")},
+    **{name: (name,) for name in ("ratio", "inherited_error", "own_error", "rmse")},
+    "golden_ratio": ("golden", "ratio"),
+    "golden_error_a": ("golden", "error_a"),
+    "golden_error_b": ("golden", "error_b"),
     "max_abs": ("max_abs",),
     "max_abs_sequence": ("max_abs_at", "sequence"),
     "max_abs_position": ("max_abs_at", "position"),

@@ -10,11 +10,31 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from probe.compare.report import charts, markdown
+from probe.compare.report.findings import (
+    REPLAY_FIGURES,
+    SIDES,
+    action_title,
+    against_band,
+    channel_words,
+    explained,
+    floor_words,
+    golden_words,
+    largest_own,
+    located_words,
+    no_suspect,
+    not_replayed,
+    percent,
+    replay_words,
+    replays_to_read,
+    row_words,
+    severity,
+    sides_known,
+)
 from probe.compare.report.model import (
     OPTIONAL_SECTIONS,
     ROUTING_MARGINS,
@@ -52,7 +72,11 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("rel_l2", "relL2", "relative L2 error"),
     ("floor", "floor", "noise floor of the relative L2 error"),
     ("ratio", "ratio", "relL2 / floor"),
-    ("own_error", "own error", "error this module adds to that of its input"),
+    ("inherited_error", "inherited", "relative L2 error that the inputs explain"),
+    ("own_error", "own error", "relative L2 error that the inputs do not explain"),
+    ("side", "which side", "the side that a replay, the golden reference or the weights show to be wrong"),
+    ("golden", "golden ratio", "error of the farther side over the nearer one's, against the reference (--golden)"),
+    ("floor_source", "floor from", "where the noise floor comes from"),
     ("max_abs", "max |Δ|", "largest absolute difference"),
     ("one_minus_cos", "1 − cos", "one minus the cosine similarity"),
     ("ulp_p99", "ULP p99", "99th percentile of the distance in units in the last place"),
@@ -63,21 +87,26 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reason", "note", "why the tensor could not be compared, or what to know about it"),
 )
 
+WORDS = ("name", "verdict", "side", "golden", "floor_source", "worst", "reason")
+"""Columns of words: left-aligned, and sorted from the first on."""
+
 
 @dataclass(frozen=True)
 class Caps:
-    """How much a page may hold: table rows, sequences in the token strip, tokens per sequence, entries of a list."""
+    """How much a page may hold: table rows, sequences in the token strip, tokens per sequence, entries of a list, and
+    tokens in the heat map."""
 
     modules: int = 5000
     sequences: int = 64
     tokens: int = 512
     listed: int = 200
+    heat: int = 400
 
     def smaller(self) -> Caps:
         """Return the next smaller caps: the token strip gives way first, then everything is halved."""
         if self.tokens > 128:
             return replace(self, sequences=self.sequences // 2, tokens=self.tokens // 2)
-        return Caps(self.modules // 2, max(1, self.sequences // 2), self.tokens // 2, self.listed // 2)
+        return Caps(*(max(1, getattr(self, cap.name) // 2) for cap in fields(self)))
 
 
 def render(report: Report) -> str:
@@ -105,8 +134,10 @@ def view(report: Report, caps: Caps | None = None) -> dict[str, Any]:
         "verdict": report["verdict"],
         "text": bool(report["tokens"].get("text")),
         "verdicts": VERDICTS,
+        "words": WORDS,
         "modules": {"columns": [key for key, _, _ in COLUMNS], "rows": [_table_row(report, layer) for layer in kept]},
         "strips": strips,
+        "heat": _heat(report, caps),
         "left_out": {
             "modules": len(report["layers"]) - len(kept),
             "sequences": len(sequences) - len(chosen),
@@ -138,7 +169,8 @@ def _page(report: Report, caps: Caps) -> str:
     if figures:
         scripts.insert(0, "\n" + charts.bokeh_script() + "\n")
     environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(num=number, visible=visible, label=label, module=_module_name)
+    environment.filters.update(num=number, visible=visible, label=label, module=_module_name, percent=percent)
+    environment.filters.update(against=against_band, explained=explained, golden=golden_words)
     return environment.get_template("template.html").render(
         report=report,
         tokens=tokens,
@@ -151,6 +183,7 @@ def _page(report: Report, caps: Caps) -> str:
         figures=Markup(encode_json(figures)),
         has=figures.keys(),
         columns=COLUMNS,
+        words=WORDS,
         counts=verdict_counts(report["layers"]),
         curve=[(layer, is_first_divergence(report, layer)) for layer in kept],
         focus=[(layer, is_first_divergence(report, layer)) for layer in focus(report, 8)],
@@ -168,7 +201,28 @@ def _page(report: Report, caps: Caps) -> str:
         routing=routing_words(report["moe"]) if report["moe"] else "",
         margins=ROUTING_MARGINS,
         sources=logprob_sources(tokens) if tokens.get("compared") else "",
+        **_findings(report, caps),
     )
+
+
+def _findings(report: Report, caps: Caps) -> dict[str, Any]:
+    """Return what the sections on suspects, places and replays show."""
+    return {
+        "side_words": SIDES,
+        "action_title": action_title(report),
+        "no_suspect": no_suspect(report),
+        "located": located_words(report),
+        "patterns": [(entry, row_words(entry)) for entry in (report["located"].get("rows") or [])[: caps.listed]],
+        "channels": [(e, channel_words(e)) for e in (report["located"].get("channels") or [])[: caps.listed]],
+        "own": largest_own(report),
+        "sided": sides_known(focus(report, 8)),
+        "floor_words": floor_words(report),
+        "replay_words": replay_words(report),
+        "replay_keys": REPLAY_FIGURES,
+        "replays": replays_to_read(report),
+        "all_replays": sorted(report["replay"]["modules"], key=severity)[: caps.listed],
+        "not_replayed": not_replayed(report, caps.listed),
+    }
 
 
 def _module_name(entry: Mapping[str, Any]) -> Any:
@@ -202,10 +256,31 @@ def _table_row(report: Report, layer: Layer) -> list[Any]:
         "bad": sum(layer.get(key) or 0 for key in ("nan_a", "nan_b", "inf_a", "inf_b")),
         "worst": _place(layer.get("worst_row")),
         "reason": visible(layer.get("reason") or "", _MAX_NAME),
+        "side": SIDES.get(layer["side"], ""),
+        "golden": golden_words(layer) or None,
     }
     # The page shows three digits; six are kept so that it does not round twice.
     cells = [derived[key] if key in derived else _short(layer.get(key), 6) for key, _, _ in COLUMNS]
     return [*cells, 1] if is_first_divergence(report, layer) else cells
+
+
+def _heat(report: Report, caps: Caps) -> dict[str, Any] | None:
+    """Return the heat map with at most ``caps.heat`` tokens, the worst, and what was left out."""
+    heat = report["located"].get("heat")
+    if not heat or not heat["tokens"]:
+        return None
+    top = [max((cell for cell in row if cell is not None), default=-1.0) for row in heat["cells"]]
+    kept = sorted(sorted(range(len(top)), key=lambda index: -top[index])[: caps.heat])
+    tokens = [heat["tokens"][index] for index in kept]
+    return {
+        "layers": [visible(name, _MAX_NAME) for name in heat["layers"]],
+        "sequences": [visible(token["sequence"], 60) for token in tokens],
+        "positions": [token["position"] for token in tokens],
+        "tokens": [token.get("token") for token in tokens],
+        "cells": [[_short(cell, 3) for cell in heat["cells"][index]] for index in kept],
+        "of_tokens": heat["of_tokens"],
+        "of_layers": heat["of_layers"],
+    }
 
 
 def _place(row: Mapping[str, Any] | None) -> str | None:

@@ -10,6 +10,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from probe.compare.report.findings import (
+    SIDES,
+    action_title,
+    against_band,
+    explained,
+    floor_words,
+    located_words,
+    no_suspect,
+    percent,
+    replays_to_read,
+)
 from probe.compare.report.model import (
     Report,
     details,
@@ -35,14 +46,22 @@ _SIDE_ROWS = (
     ("prompt tokens", "prompt_tokens"),
     ("response tokens", "response_tokens"),
 )
-_FIGURES = ("rel_l2", "floor", "ratio", "max_abs")
+_FIGURES = ("rel_l2", "floor", "ratio", "inherited_error", "own_error", "max_abs")
+_MODULE_HEADERS = (
+    *("module", "verdict", "which side", "relL2", "noise floor", "ratio", "inherited error", "own error", "max abs"),
+)
+_SUSPECTS = 5
+_SENTENCES = ("summary", "headline", "not_compared", "gates", "suspects", "action", "replay", "environment")
+"""Keys whose sentences may name a local path; the commands keep theirs, because they are to be pasted."""
 
 
 def render(report: Report) -> str:
-    """Return GitHub-flavoured Markdown: verdict, both sides, gates, first divergent modules, tokens, commands."""
+    """Return GitHub-flavoured Markdown: verdict, suspects, where, both sides, gates, modules, tokens, commands."""
+    report = _public(report)
     a, b = report["a"], report["b"]
     title = f"### probe compare, {_plain(a.get('engine'))} vs {_plain(b.get('engine'))}: {_plain(report['headline'])}"
-    blocks = [title, _plain(details(report)), _first(report)]
+    blocks = [title, _suspects(report), _plain(details(report)), _first(report), _action(report)]
+    blocks += [_bullets("Where", located_words(report)), _replay(report)]
     blocks += [_bullets("Not compared", report["not_compared"]), _sides(report), _gates(report), _modules(report)]
     blocks += [
         _experts(report),
@@ -84,12 +103,68 @@ def _first(report: Report) -> str:
     return f"**First divergence:** {_code(label(first))}{place}"
 
 
+def _suspects(report: Report) -> str:
+    if not report["suspects"]:
+        return _plain(no_suspect(report))
+    lines = ["**Suspects**", ""]
+    for rank, suspect in enumerate(report["suspects"][:_SUSPECTS], 1):
+        side = f" on {SIDES[suspect['side']]}" if suspect["side"] in ("a", "b", "both") else ", side unknown"
+        head = f"**{_plain(suspect['cause'])}** in {_code(suspect['name'])}{side}"
+        lines.append(f"{rank}. {head}, confidence {percent(suspect['confidence'])}")
+        lines += [f"   - {_plain(sentence)}" for sentence in suspect["evidence"]]
+        lines.append(f"   - next: {_plain(suspect['next_check'])}")
+    return "\n".join(lines)
+
+
+def _public(report: Report) -> Report:
+    """Return the report with the folders of the dumps and models cut off wherever its sentences name them."""
+    paths = {str(report[side].get(key) or "") for side in ("a", "b") for key in ("path", "model")}
+    absolute = sorted((path for path in paths if path.startswith("/")), key=len, reverse=True)
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, str):
+            for path in absolute:
+                value = value.replace(path, PurePath(path).name)
+            return value
+        if isinstance(value, dict):
+            return {key: cut(item) for key, item in value.items()}
+        return [cut(item) for item in value] if isinstance(value, list) else value
+
+    return {**report, **{key: cut(report[key]) for key in _SENTENCES}}
+
+
+def _action(report: Report) -> str:
+    action = report["action"]
+    rows = [
+        (_plain(figure["name"]), number(figure["value"]), _plain(figure["healthy"]), _plain(figure["source"] or ""))
+        for figure in action["figures"]
+    ]
+    sentence = f"**Action:** {action_title(report)}. {_plain(action['text'])}"
+    return f"{sentence}\n\n{_table(('figure', 'value', 'healthy', 'source'), rows)}" if rows else sentence
+
+
+def _replay(report: Report) -> str:
+    modules = replays_to_read(report)
+    if not modules:
+        return ""
+    rows = [
+        (_code(label(entry)), *(_plain(against_band(entry.get(side))) for side in ("a", "b")), _plain(explained(entry)))
+        for entry in modules
+    ]
+    title = "Replayed in float64 from each side's own stored input; roundings of the output's dtype, of those allowed:"
+    return f"{title}\n\n{_table(('module', 'A', 'B', 'explained by'), rows)}"
+
+
 def _sides(report: Report) -> str:
     rows = []
     for title, key in _SIDE_ROWS:
         values = [report[side].get(key) for side in ("a", "b")]
         shown = [PurePath(str(value)).name if key == "model" else value for value in values]
         rows.append((title, *(_plain(value) for value in shown)))
+    kinds = dict.fromkeys(key for side in ("a", "b") for key in report["backends"].get(side) or {})
+    for kind in kinds:
+        values = [(report["backends"].get(side) or {}).get(kind) for side in ("a", "b")]
+        rows.append((f"{_plain(kind)} backend", *(_plain(value) for value in values)))
     return _table(("", "A", "B"), rows)
 
 
@@ -103,13 +178,16 @@ def _modules(report: Report) -> str:
         return ""
     counts = ", ".join(f"{count} {word}" for word, count in verdict_counts(report["layers"]).items())
     rows = [
-        (_code(label(layer)), layer["verdict"], *(number(layer.get(key)) for key in _FIGURES))
+        (
+            *(_code(label(layer)), layer["verdict"], SIDES.get(layer["side"], "")),
+            *(number(layer.get(key)) for key in _FIGURES),
+        )
         for layer in focus(report, limit=12)
     ]
     if not rows:
         return f"Modules: {counts}"
-    table = _table(("module", "verdict", "relL2", "noise floor", "ratio", "max abs"), rows, right=len(_FIGURES))
-    return f"Modules: {counts}\n\n{table}"
+    table = _table(_MODULE_HEADERS, rows, right=len(_FIGURES))
+    return f"Modules: {counts}; noise floor {_plain(floor_words(report))}\n\n{table}"
 
 
 def _experts(report: Report) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 Report = dict[str, Any]
@@ -22,7 +22,7 @@ VERDICTS = ("divergent", "suspect", "incomparable", "missing", "consistent", "id
 OVERALL = ("consistent", "suspect", "divergent", "incomparable")
 GATE_STATUSES = ("pass", "warn", "fail", "skipped")
 #: Sections that may be ``{"status": "not built", "detail": ...}`` and the words a reader sees for them.
-OPTIONAL_SECTIONS = {"suspects": "Suspected causes", "ppo": "Effect on the PPO update", "action": "Recommended action"}
+OPTIONAL_SECTIONS = {"ppo": "Effect on the PPO update"}
 NOT_BUILT = "not built"
 
 #: Where a side's log-probs come from -> the words a reader sees.
@@ -67,11 +67,25 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "action": (dict,),
     "next_commands": (list,),
 }
+_PLACE = ("name", "slot")
+#: Path to a list of entries -> the keys that each of them has.
 _ENTRY_KEYS = {
-    "gates": ("name", "status", "detail"),
-    "layers": ("name", "slot", "order", "verdict"),
+    "gates": ("name", "status", "detail", "findings"),
+    "gates.findings": ("cause", "subject", "side", "text", "figures"),
+    "layers": (*_PLACE, "order", "verdict", "side"),
     "environment": ("key", "a", "b", "severity"),
+    "suspects": ("name", "side", "cause", "confidence", "evidence", "next_check"),
+    "action.figures": ("name", "value", "healthy", "source", "ok"),
+    "located.jumps": (*_PLACE, "before", "after", "factor"),
+    "located.deltas": (*_PLACE, "rel_l2", "rounding", "norm_ratio", "rows"),
+    "located.tokens": (*_PLACE, "sequence", "position", "token", "rel_l2", "band"),
+    "located.rows": (*_PLACE, "kind", "rows", "of", "figures"),
+    "located.channels": (*_PLACE, "columns", "count", "of", "share"),
+    "replay.modules": (*_PLACE, "kind", "a", "b"),
+    "replay.skipped": (*_PLACE, "side", "count", "reason"),
 }
+ACTION_WORDS = ("continue", "correct", "stop")
+SIDES = ("", "a", "b", "both", "unknown")
 
 
 def clean_floats(value: Any) -> Any:
@@ -115,17 +129,36 @@ def _word_problems(report: Mapping[str, Any]) -> Iterable[str]:
         yield f"schema is {report['schema']}, expected {SCHEMA}"
     if report["verdict"] not in OVERALL:
         yield f"verdict is {report['verdict']!r}, expected one of {', '.join(OVERALL)}"
-    for section, keys in _ENTRY_KEYS.items():
-        for index, entry in enumerate(report[section]):
+    for path, keys in _ENTRY_KEYS.items():
+        for where, entry in _entries(report, path):
             absent = [key for key in keys if key not in entry]
             if absent:
-                yield f"{section}[{index}] lacks {', '.join(absent)}"
+                yield f"{where} lacks {', '.join(absent)}"
+            if entry.get("side", "") not in SIDES:
+                yield f"{where} has side {entry['side']!r}"
     for gate in report["gates"]:
         if gate.get("status") not in GATE_STATUSES:
             yield f"gate {gate.get('name')!r} has status {gate.get('status')!r}"
     for layer in report["layers"]:
         if layer.get("verdict") not in VERDICTS:
             yield f"layer {layer.get('name')!r} has verdict {layer.get('verdict')!r}"
+    if report["action"].get("word") not in ACTION_WORDS:
+        yield f"action is {report['action'].get('word')!r}, expected one of {', '.join(ACTION_WORDS)}"
+    for suspect in report["suspects"]:
+        if not 0 <= suspect.get("confidence", 0) <= 1:
+            yield f"suspect {suspect.get('name')!r} has confidence {suspect['confidence']!r}"
+
+
+def _entries(report: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (place in words, entry) of every entry of the list at a path of keys."""
+    found: list[tuple[str, Any]] = [("", report)]
+    for key in path.split("."):
+        step = [(f"{where}.{key}".lstrip("."), value.get(key) or []) for where, value in found]
+        found = []
+        for where, value in step:
+            many = isinstance(value, list)
+            found += [(f"{where}[{index}]", item) for index, item in enumerate(value)] if many else [(where, value)]
+    yield from found
 
 
 def details(report: Report) -> str:

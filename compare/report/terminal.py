@@ -5,6 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from probe.compare.report.findings import (
+    SIDES,
+    action_title,
+    against_band,
+    explained,
+    floor_words,
+    located_words,
+    no_suspect,
+    own_share,
+    percent,
+    replay_words,
+    replays_to_read,
+    sides_known,
+)
 from probe.compare.report.model import (
     OPTIONAL_SECTIONS,
     ROUTING_MARGINS,
@@ -43,9 +57,16 @@ _STYLES = {
 }
 
 
+_ACTION_STYLES = {"continue": "green", "correct": "yellow", "stop": "bold red"}
+_MODULE_FIGURES = ("rel_l2", "ratio")
+_MODULE_HEADERS = (("relL2", "right"), ("/ floor", "right"), ("own", "right"))
+_SHORT_SIDES = {"a": "A", "b": "B", "both": "A+B"}
+_SUSPECTS = 5
+
+
 def render(report: Report, console: Console) -> None:
     """Print the report to ``console``; the console decides on width and colour (rich obeys NO_COLOR)."""
-    for part in (_head, _gates, _modules, _experts, _coverage, _tokens, _environment, _not_built, _next):
+    for part in PARTS:
         part(report, console)
 
 
@@ -112,6 +133,72 @@ def _gates(report: Report, console: Console) -> None:
     console.print(table)
 
 
+def _action(report: Report, console: Console) -> None:
+    """Print the recommended action and the figures that it rests on."""
+    action = report["action"]
+    console.print()
+    _say(
+        console,
+        ("action: ", "bold"),
+        (action_title(report), _ACTION_STYLES.get(action["word"], "")),
+        ". ",
+        action["text"],
+    )
+    if not action["figures"]:
+        return
+    table = _grid([("figure", ""), ("value", "right"), ("", ""), ("healthy", "")])
+    for figure in action["figures"]:
+        mark = "pass" if figure["ok"] else "warn"
+        _row(console, table, figure["name"], number(figure["value"]), mark, number(figure["healthy"]))
+    console.print(table)
+
+
+def _suspects(report: Report, console: Console) -> None:
+    """Print the suspects, the likeliest first, or one sentence that there is none."""
+    suspects = report["suspects"]
+    if not suspects:
+        console.print()
+        _say(console, no_suspect(report))
+        return
+    _title(console, "Suspects", "the likeliest first")
+    for number_, suspect in enumerate(suspects[:_SUSPECTS], 1):
+        side = f" on {SIDES[suspect['side']]}" if suspect["side"] in ("a", "b", "both") else ", side unknown"
+        confidence = f"  {percent(suspect['confidence'])}"
+        _say(console, f"{number_}. ", (suspect["cause"], "bold"), f" in {suspect['name']}{side}", (confidence, "dim"))
+        for sentence in suspect["evidence"]:
+            _say(console, f"   - {sentence}")
+        _say(console, ("   next: ", "dim"), suspect["next_check"])
+    if len(suspects) > _SUSPECTS:
+        _say(console, (f"{len(suspects) - _SUSPECTS} more are in report.json.", "dim"))
+
+
+def _located(report: Report, console: Console) -> None:
+    sentences = located_words(report)
+    if sentences:
+        _title(console, "Where")
+    for sentence in sentences:
+        _say(console, sentence)
+
+
+def _replay(report: Report, console: Console) -> None:
+    """Print what was replayed and, of the worst modules, each side's roundings against its band."""
+    sentences, modules = replay_words(report), replays_to_read(report)
+    if not sentences:
+        return
+    _title(console, "Replay", "each module recomputed in float64 from its own stored input")
+    for sentence in sentences:
+        _say(console, sentence)
+    if not modules:
+        return
+    table = _grid([("module", ""), ("A, roundings", ""), ("B, roundings", "")])
+    for entry in modules:
+        _row(console, table, label(entry), *(against_band(entry.get(side)) for side in ("a", "b")))
+    console.print(table)
+    for entry in modules:
+        if explained(entry):
+            _say(console, f"{label(entry)}: {explained(entry)}.")
+
+
 def _modules(report: Report, console: Console) -> None:
     layers = report["layers"]
     if not layers:
@@ -128,12 +215,18 @@ def _modules(report: Report, console: Console) -> None:
     elif any(layer.get("ratio") is None for layer in shown):
         which = "not compared or nearest to their noise floor"
     _title(console, "Modules", f"{counts}; {len(shown)} of {len(layers)}, {which}")
-    table = _grid([("module", ""), ("verdict", ""), ("relL2", "right"), ("floor", "right"), ("ratio", "right")])
+    sided = sides_known(shown)
+    table = _grid([("module", ""), ("verdict", ""), *_MODULE_HEADERS, *([("by", "")] if sided else [])])
     for layer in shown:
         mark = "> " if is_first_divergence(report, layer) else "~ " if layer.get("proposed") else "  "
-        figures = [number(layer.get(key), 2) for key in ("rel_l2", "floor", "ratio")]
-        _row(console, table, mark + label(layer), layer["verdict"], *figures)
+        figures = [*(number(layer.get(key), 2) for key in _MODULE_FIGURES), own_share(layer)]
+        side = [_SHORT_SIDES.get(layer["side"], "")] if sided else []
+        _row(console, table, mark + label(layer), layer["verdict"], *figures, *side)
     console.print(table)
+    _say(
+        console,
+        (f"floor: {floor_words(report)}; own: share of the squared error that the inputs do not explain", "dim"),
+    )
 
 
 def _experts(report: Report, console: Console) -> None:
@@ -221,3 +314,10 @@ def _next(report: Report, console: Console) -> None:
     for command in report["next_commands"]:
         # A command must be copied as it is: no wrapping.
         console.print("  " + visible(command), markup=False, highlight=False, soft_wrap=True)
+
+
+PARTS = (
+    *(_head, _action, _suspects, _gates, _modules, _located, _replay, _experts, _coverage, _tokens, _environment),
+    *(_not_built, _next),
+)
+"""The parts of the report in the order in which they are printed."""

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from probe.hooks.capture import Capture
@@ -18,11 +19,16 @@ from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.vllm import VllmAdapter
 from probe.hooks.engines.vllm_model_runner import model_of, prepare_stage, record_schedule, refuse_unsupported
 from probe.hooks.engines.vllm_parallel import place_of, weight_split
+from probe.hooks.noise import add_noise
+from probe.hooks.parameters import parameter_values, store_parameters
 from probe.hooks.weights import sketches
-from probe.store.schema import WeightSketch
+from probe.settings import weights_settings
+from probe.store.schema import StoredParameter, WeightSketch
 from probe.store.writer import DumpWriter
 
 _loaded: dict[int, list[WeightSketch]] = {}
+_values: dict[int, list[tuple[StoredParameter, np.ndarray]]] = {}
+"""Copies of the parameters where ``PROBE_WEIGHTS=layers`` asks for them: the engine is about to repack its own."""
 
 
 def _sketch_before_repacking() -> None:
@@ -35,6 +41,7 @@ def _sketch_before_repacking() -> None:
     @functools.wraps(original)
     def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         _loaded[id(model)] = list(sketches(model, weight_split))
+        _values[id(model)] = list(parameter_values(model, weight_split, weights_settings()))
         return original(model, *args, **kwargs)
 
     process_weights_after_loading.sketches_first = True  # type: ignore[attr-defined]
@@ -64,6 +71,9 @@ class ProbeWorker:
         self._probe = capture = Capture(writer, adapter)
         for weight in _loaded.pop(id(model), []):
             writer.add_weight(weight)
+        store_parameters(writer, _values.pop(id(model), []))
+        if wanted["noise"] is not None:
+            add_noise(model, wanted["noise"], manifest["dtype"])
         hooked = capture.attach(model)
         self._probe_undo = record_schedule(runner, adapter)
         facts = {"rank": place.rank, "hooked": hooked, "backends": _backends(runner)}

@@ -39,7 +39,7 @@ def rank_main(
     """
     import transformers
 
-    from probe.hooks.runners.transformers import load, score
+    from probe.hooks.runners.transformers import load, precision, score
 
     observer("loading the model", 0, 1)
     kind = pick_device(job.device)
@@ -61,7 +61,11 @@ def rank_main(
     shares = [list(micro_batches(sequences[n::world], job.micro_batch_size)) for n in range(world)]
     fill = max(map(len, shares)) - len(shares[rank])
     batches: list[list[TokenSequence]] = shares[rank] + [[] for _ in range(fill)]
-    with capturing(job, manifest, wrapped, BatchAdapter, rank, weights) as rows, torch.no_grad():
+    with (
+        capturing(job, manifest, wrapped, BatchAdapter, rank, weights) as rows,
+        torch.no_grad(),
+        precision(manifest["dtype"]),
+    ):
         return score(wrapped, batches, rows, device, observer)
 
 

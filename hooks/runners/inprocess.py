@@ -13,9 +13,13 @@ from probe.errors import CaptureError, EngineError
 from probe.hooks.capture import Capture
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.transformers import BatchAdapter
+from probe.hooks.noise import add_noise
+from probe.hooks.parameters import store_model
 from probe.hooks.rows import Announced
 from probe.hooks.runners.job import DTYPES, DumpJob, TokenSequence, step_folder
 from probe.hooks.weights import named_sketches
+from probe.hooks.wrappers import strip_wrappers
+from probe.settings import weights_settings
 from probe.store.schema import WeightSketch
 from probe.store.writer import DumpWriter
 
@@ -46,6 +50,10 @@ def capturing(
         rows = adapter(SequenceBook(writer), prompts_only=job.prompts_only)
         for weight in weights or (sketch for chunk in chunks for sketch in named_sketches(chunk, rows)):
             writer.add_weight(weight)
+        for chunk in chunks:
+            store_model(writer, chunk, rows, weights_settings())
+        if job.noise is not None:
+            add_noise(chunks, job.noise, manifest["dtype"], lambda path, module: strip_wrappers(path))
         capture = Capture(writer, rows)
         capture.attach(chunks)
         yield rows

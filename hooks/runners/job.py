@@ -83,6 +83,8 @@ class DumpJob:
     engine_args: dict[str, Any] = field(default_factory=dict)
     block_bytes: int = 8 << 20
     force: bool = False
+    noise: int | None = None
+    """Seed of the random re-rounding of every leaf module's output (probe.hooks.noise); None for none."""
 
 
 @dataclass
@@ -174,6 +176,8 @@ def check_job(job: DumpJob) -> Engine:
     _check_numbers(job)
     if job.source is not None and os.path.realpath(job.source) == os.path.realpath(job.output):
         raise UsageError(f"{job.output} is both the source and the output", "choose another -o")
+    if job.noise is not None and job.source is None:
+        raise UsageError("--noise measures a run that is already there", "give its dump with --from")
     if job.force_decode and (job.source is None or job.engine != "vllm"):
         raise UsageError("--force-decode feeds another dump's tokens through vLLM's decode", "give --from and vllm")
     try:

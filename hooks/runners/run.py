@@ -68,6 +68,7 @@ def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) 
             topology=job.parallel.sizes(),
             driver=True,
             **batching(job),
+            **({} if job.noise is None else {"noise": {"seed": job.noise}}),
         )
         runner = importlib.import_module(engine.runner)
         done = runner.run(job, checkpoint, sequences, manifest, observer)

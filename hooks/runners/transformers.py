@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 
 from probe.checkpoint import Checkpoint
 from probe.errors import EngineError
@@ -25,17 +27,45 @@ def run(
     manifest["engine"]["version"] = transformers.__version__
     manifest["device"] = device
     manifest["backends"] = {"attention": getattr(model.config, "_attn_implementation", None)}
-    with capturing(job, manifest, model, BatchAdapter) as rows, torch.no_grad():
+    with capturing(job, manifest, model, BatchAdapter) as rows, torch.no_grad(), precision(manifest["dtype"]):
         if job.source is None:
             return _generate(job, model, sequences, rows, observer)
         return score(model, list(micro_batches(sequences, job.micro_batch_size)), rows, device, observer)
 
 
+class KeepFloat64(TorchFunctionMode):
+    """Keep values in float64 where a model's code asks for float32.
+
+    Norms, softmax and routers of transformers compute in float32 so that a model in bf16 does not lose precision there;
+    in a model that runs in float64 the same lines would round it, and the reference would be no better than fp32. What
+    is float32 from the start (the angles of the rotary embedding, which every engine computes so) stays as it is.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch function, its request for float32 dropped where its first argument is float64."""
+        kwargs = dict(kwargs or {})
+        first = args[0] if args else kwargs.get("input")
+        if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
+            if function is torch.Tensor.float:
+                return first
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def precision(dtype: str) -> AbstractContextManager[Any]:
+    """Return the context in which a forward in ``dtype`` keeps its precision."""
+    return KeepFloat64() if dtype == "float64" else nullcontext()
+
+
 def load(job: DumpJob, dtype: str) -> Any:
     """Return the job's model on the CPU; raise EngineError where transformers cannot load it."""
+    arguments = job.engine_args
+    if dtype == "float64" and hasattr(transformers.PreTrainedModel, "get_correct_experts_implementation"):
+        arguments = {"experts_implementation": "eager", **arguments}  # torch's grouped kernel knows no float64
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(
-            str(job.model), dtype=torch_dtype(dtype), local_files_only=True, **job.engine_args
+            str(job.model), dtype=torch_dtype(dtype), local_files_only=True, **arguments
         )
     except (OSError, ValueError, KeyError, TypeError) as error:  # TypeError: an --engine-arg that no model takes
         reason = " ".join(str(error).split())[:300]

@@ -76,6 +76,7 @@ def _run(
         "manifest": manifest,
         "block_bytes": job.block_bytes,
         "prompts_only": job.prompts_only,
+        "noise": job.noise,
         "prompt_lens": {str(i): s.prompt_len for i, s in enumerate(sequences)},
     }
     started = [json.loads(r) for r in llm.collective_rpc("probe_start", args=(json.dumps(options),))]

@@ -104,7 +104,21 @@ def round_to(values: np.ndarray, name: str) -> np.ndarray:
         return np.where(np.isfinite(values), rounded.view(np.float32), values).astype(np.float32)
     if name == "float16":
         return np.asarray(values, np.float16).astype(np.float32)
+    if name.startswith("float8"):
+        return _round_float8(np.asarray(values, np.float64), name)
     return np.asarray(values, np.float64 if name == "float64" else np.float32)
+
+
+def _round_float8(values: np.ndarray, name: str) -> np.ndarray:
+    """Round to an 8-bit float; beyond its largest number values saturate, as engines cast weights."""
+    grid = _float8_values(name)[:128].astype(np.float64)
+    grid = grid[np.isfinite(grid)]  # entry n is the n-th non-negative number, so that even entries are even
+    size = np.minimum(np.abs(values), grid[-1])
+    upper = np.clip(np.searchsorted(grid, size), 1, len(grid) - 1)
+    middle = (grid[upper - 1] + grid[upper]) / 2
+    above = (size > middle) | ((size == middle) & (upper % 2 == 0))
+    rounded = np.copysign(np.where(above, grid[upper], grid[upper - 1]), values)
+    return np.where(np.isnan(values), values, rounded).astype(np.float32)
 
 
 def narrow(values: np.ndarray, name: str) -> np.ndarray:

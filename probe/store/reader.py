@@ -12,6 +12,7 @@ import numpy as np
 from probe.errors import DumpError, EmptyDumpError
 from probe.store import schema
 from probe.store.dtypes import widen
+from probe.store.parameters import ParameterStore
 from probe.store.parts import Part, open_part
 from probe.store.places import Place, missing_ranks, places_of, topology_of
 from probe.store.schema import DRIVER, PARTIAL_SUFFIX, ModuleInfo, Sequence, WeightSketch
@@ -109,7 +110,7 @@ class Dump:
     What the ranks of a run stored of one tensor or parameter is joined. ``lost`` says in a phrase each which files are
     missing or unfinished; ``complete`` is False where there is any. ``unread`` has the folders of the steps that
     were not opened. ``joined_weights`` has, per parameter, its shards and what is wrong with them; ``weights`` the
-    whole ones.
+    whole ones. ``parameters`` lists those whose values are stored (``PROBE_WEIGHTS=layers``).
     """
 
     def __init__(self, path: Path, manifests: list[dict[str, Any]], parts: list[Part]) -> None:
@@ -127,6 +128,8 @@ class Dump:
         self.modules = self._module_table()
         self.joined_weights = self._weight_table()
         self.weights = {name: joined.whole for name, joined in self.joined_weights.items()}
+        self._parameters = ParameterStore(parts, self._places, self._tp)
+        self.parameters = self._parameters.infos
         self._fill_missing_tokens()
 
     @property
@@ -156,13 +159,18 @@ class Dump:
         """Return all rows of a tensor bit for bit in the carrier dtype (bf16 as uint16, fp8 as uint8)."""
         return self._tensors.raw(self._key(module, slot))
 
-    def read_shards(self, module: str, slot: str) -> list[np.ndarray]:
+    def read_shards(
+        self, module: str, slot: str, rows: np.ndarray | None = None, *, raw: bool = False
+    ) -> list[np.ndarray]:
         """Return all rows as one array per tensor-parallel rank where ranks hold columns, else as the only entry.
 
-        Concatenated along the first feature axis they are :meth:`read`. The terms of a sum are added in float32 (or
-        float64) and rounded to the tensor's dtype.
+        ``rows``: only these (int64 numbers, in their order); ``raw``: bit for bit as :meth:`read_raw`. Concatenated
+        along the first feature axis they are :meth:`read`. The terms of a sum are added in float32 (or float64) and
+        rounded to the tensor's dtype.
         """
-        return self._tensors.shards(self._key(module, slot))
+        key = self._key(module, slot)
+        shards = self._tensors.shards(key, rows)
+        return shards if raw else [widen(shard, self.tensors[key].dtype) for shard in shards]
 
     def rows(self, module: str, slot: str) -> np.ndarray:
         """Return (sequence, position, token, call) of each row of a tensor, sequence numbering :attr:`sequences`."""
@@ -175,6 +183,17 @@ class Dump:
     def row_checksums(self, module: str, slot: str, at: np.ndarray) -> np.ndarray:
         """Return the checksums (uint64) of rows ``at`` of a tensor: what its :meth:`replicas` are compared with."""
         return self._tensors.checksums(self._key(module, slot), at)
+
+    def parameter_values(self, name: str) -> np.ndarray | None:
+        """Return the values of a parameter by its native name, bf16 and fp8 widened exactly to float32.
+
+        None where they are not stored (``PROBE_WEIGHTS=layers``), or not all of them.
+        """
+        return self._parameters.values(name)
+
+    def parameter_shards(self, name: str) -> list[np.ndarray] | None:
+        """Return a parameter's values as one array per tensor-parallel rank where ranks share it, else as one."""
+        return self._parameters.shards(name)
 
     def close(self) -> None:
         """Close the files."""

@@ -77,8 +77,25 @@ WEIGHT = np.dtype(
         ("dataset", TEXT),
     ]
 )
-TABLES = {"index": INDEX, "sequences": SEQUENCE, "tokens": TOKEN, "modules": MODULE, "weights": WEIGHT}
-RESERVED = frozenset({*TABLES, "rows", "manifest", "sketches"})
+PARAMETER = np.dtype(
+    [
+        ("name", TEXT),
+        ("shape", TEXT),
+        ("dtype", TEXT),
+        ("axis", "<i4"),
+        ("start", "<i4"),
+        ("whole", "<i4"),
+        ("weight_version", "<i4"),
+        ("dataset", TEXT),
+    ]
+)
+TABLES = {
+    **{"index": INDEX, "sequences": SEQUENCE, "tokens": TOKEN, "modules": MODULE, "weights": WEIGHT},
+    "parameters": PARAMETER,
+}
+OPTIONAL_TABLES = frozenset({"parameters"})
+"""Tables that files of earlier writers lack: read as empty."""
+RESERVED = frozenset({*TABLES, "rows", "manifest", "sketches", "values"})
 
 AXES = ("tp", "pp", "cp", "ep", "dp")
 """Ways in which ranks share a model: tensor, pipeline, context, expert and data parallelism."""
@@ -166,6 +183,23 @@ class WeightSketch:
     def __post_init__(self) -> None:
         if self.whole < 0:
             object.__setattr__(self, "whole", self.shape[0] if self.shape else 1)
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """The values of a parameter, or of a rank's part of it, as the model held them before the engine repacked them.
+
+    ``shape`` is that of the stored array, ``dtype`` as in the index; ``axis``, ``start`` and ``whole`` say as in
+    :class:`WeightSketch` how ranks share the parameter. ``weight_version`` counts the updates received before.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    axis: int = -1
+    start: int = 0
+    whole: int = -1
+    weight_version: int = 0
 
 
 _OVER_RANKS = {

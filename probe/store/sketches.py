@@ -1,4 +1,4 @@
-"""Join the weight sketches of several ranks: slices of FSDP, tensor-parallel (TP) shards, copies checked equal."""
+"""Sketch parameters, and join the sketches of several ranks: slices of FSDP, tensor-parallel (TP) shards, copies."""
 
 from __future__ import annotations
 
@@ -13,6 +13,28 @@ from probe.store.validate import DAMAGED
 
 SAME = 1e-9
 """Relative difference of two ranks' float64 sketches of one weight: order of summation on different devices."""
+
+
+def column_vector(columns: int, start: int = 0) -> np.ndarray:
+    """Return r for global input columns ``start .. start + columns``: float64 in (-1, 1), the same on every rank.
+
+    Each entry is the splitmix64 hash of its column number (Steele, Lea and Flood, 2014) scaled to (-1, 1). Random
+    values rather than signs: with signs, half of all swaps of two columns would go unseen.
+    """
+    z = (np.arange(start, start + columns, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return (z >> np.uint64(11)).astype(np.float64) / 2.0**52 - 1.0 + 2.0**-53
+
+
+def sketch_rows(matrix: np.ndarray) -> np.ndarray:
+    """Return the sketch of a matrix [rows, in]: float64 [rows, 3], the product with r, the sum and the sum of squares.
+
+    What :func:`probe.hooks.weights.sketch` computes of a tensor, in numpy; ``matrix`` is held in float64 at once.
+    """
+    wide = np.asarray(matrix, np.float64)
+    return np.stack([wide @ column_vector(wide.shape[1]), wide.sum(1), np.square(wide).sum(1)], axis=1)
 
 
 @dataclass

@@ -23,6 +23,9 @@ from probe.store.validate import DAMAGED, check_dtype, json_shape, text_of
 PIECE_BYTES = 64 << 20
 """What is read of a tensor at once where it is read piece by piece, unless one row is larger."""
 
+GAP_BYTES = 16 << 10
+"""Bytes between wanted rows that are read and dropped sooner than a second read is made: what one call costs (2 us)."""
+
 Key = tuple[str, str]
 
 
@@ -99,21 +102,19 @@ class TensorStore:
             return self._rows_of(self._stored[key][0])
         return self._readable(key, found).rows
 
-    def raw(self, key: Key) -> np.ndarray:
-        """Return all rows in the carrier of the tensor's dtype."""
+    def raw(self, key: Key, at: np.ndarray | None = None) -> np.ndarray:
+        """Return rows ``at`` (all if None) in the carrier of the tensor's dtype."""
         found = self._plans.get(key)
         if found is None:
-            stored = self._stored[key][0]
-            return self._gather([stored], None)
-        return self._joined(key, self._readable(key, found).take)
+            return self._gather([self._stored[key][0]], at)
+        return self._joined(key, _chosen(self._readable(key, found).take, at))
 
-    def shards(self, key: Key) -> list[np.ndarray]:
-        """Return the numbers of each tensor-parallel rank's columns, or the whole tensor as the only entry."""
-        found, dtype = self._plans.get(key), self.infos[key].dtype
+    def shards(self, key: Key, at: np.ndarray | None = None) -> list[np.ndarray]:
+        """Return rows ``at`` (all if None) of each tensor-parallel rank's columns, or whole as the only entry, raw."""
+        found = self._plans.get(key)
         if found is None or self.infos[key].shard != COLUMNS:
-            return [widen(self.raw(key), dtype)]
-        arrays = self._columns(key, self._readable(key, found).take)
-        return [widen(array, dtype) for array in arrays]
+            return [self.raw(key, at)]
+        return self._columns(key, _chosen(self._readable(key, found).take, at))
 
     def pieces(self, key: Key) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (raw rows, row table) in order, a stored block or about PIECE_BYTES of it at a time."""
@@ -292,17 +293,23 @@ class TensorStore:
         if index is None:
             arrays = [self._raw(block, dtype, 0, block.shape[0]) for block in blocks]
             return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        out = np.empty((len(index), *sources[0].features), stored_dtype(dtype).carrier)
         starts = np.cumsum([0, *(block.shape[0] for block in blocks)])
+        if is_run(index):  # of one block: read as it lies
+            holder = int(np.searchsorted(starts, index[0], side="right")) - 1
+            if index[-1] < starts[holder + 1]:
+                first = int(index[0] - starts[holder])
+                return self._raw(blocks[holder], dtype, first, first + len(index))
+        out = np.empty((len(index), *sources[0].features), stored_dtype(dtype).carrier)
         order = np.argsort(index, kind="stable")
         ordered = index[order]
         bounds = np.searchsorted(ordered, starts)
         row_bytes = max(1, math.prod(out.shape[1:]) * out.itemsize)
+        gaps = np.append(np.flatnonzero(np.diff(ordered) > 1 + GAP_BYTES // row_bytes) + 1, len(ordered))
         for block, first, low, high in zip(blocks, starts, bounds, bounds[1:]):
             while low < high:  # a range of the block at a time, so that memory stays bounded
                 start = int(ordered[low] - first)
                 limit = first + start + max(1, PIECE_BYTES // row_bytes)
-                stop = int(min(high, np.searchsorted(ordered, limit)))
+                stop = int(min(high, np.searchsorted(ordered, limit), gaps[np.searchsorted(gaps, low, side="right")]))
                 values = self._raw(block, dtype, start, int(ordered[stop - 1] - first) + 1)
                 out[order[low:stop]] = values[ordered[low:stop] - first - start]
                 low = stop
@@ -328,6 +335,15 @@ def _rows_at_once(info: TensorInfo) -> int:
 
 def _steps(count: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _chosen(takes: list[np.ndarray | None], at: np.ndarray | None) -> list[np.ndarray | None]:
+    return takes if at is None else [at if take is None else take[at] for take in takes]
+
+
+def is_run(rows: np.ndarray) -> bool:
+    """Tell whether row numbers follow one another without a gap."""
+    return bool(len(rows)) and int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all())
 
 
 def _part_of(take: np.ndarray | None, at: slice) -> np.ndarray:

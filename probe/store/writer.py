@@ -32,6 +32,7 @@ from probe.store.schema import (
     ModuleInfo,
     RowSegment,
     Sequence,
+    StoredParameter,
     WeightSketch,
 )
 
@@ -124,6 +125,14 @@ class DumpWriter:
             self._create(dataset, np.ascontiguousarray(sketch.rows, np.float64), "float64")
         shape, lies = json.dumps(list(sketch.shape)), (sketch.axis, sketch.start, sketch.whole)
         self._waiting["weights"].append((sketch.name, shape, sketch.dtype, *lies, sketch.quad, sketch.alias, dataset))
+
+    def add_parameter(self, about: StoredParameter, values: np.ndarray) -> None:
+        """Store the values of a parameter: an array of shape ``about.shape`` in the carrier of its dtype."""
+        dataset = self._unused("values", about.name)
+        self._create(dataset, np.ascontiguousarray(values).reshape(about.shape), about.dtype)
+        whole = about.whole if about.whole >= 0 else (about.shape[0] if about.shape else 1)
+        lies = (about.axis, about.start, whole, about.weight_version)
+        self._waiting["parameters"].append((about.name, json.dumps(list(about.shape)), about.dtype, *lies, dataset))
 
     def add_tokens(self, tokens: np.ndarray) -> None:
         """Append rows of the token table (an array of :data:`probe.store.schema.TOKEN`)."""

@@ -1,0 +1,193 @@
+"""The attention core in float64: scores, mask, softmax, weighted values, and how much rounding each result may carry.
+
+Queries are few (those of the rows under test), keys are all of their sequences; memory is bounded by :data:`CELLS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from probe.compare.replay.rope import ANGLE, fineness
+from probe.store.dtypes import round_to, widen
+
+CELLS = 1 << 21
+"""Scores held at a time: 16 MiB in float64, times the five arrays of their shape that a block needs."""
+Round = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Core:
+    """What the attention core computes from rotated queries and keys.
+
+    ``scale`` on the scores; ``window``: keys that a query sees, itself included (0: all before it); ``cap``: bound of
+    the soft cap (0: none); ``ahead``: keys visible after (negative: hidden before) the query's own, None without mask;
+    ``tile``: query head h reads key head h mod groups instead of h // (heads / groups).
+    """
+
+    scale: float
+    window: int = 0
+    cap: float = 0.0
+    ahead: int | None = 0
+    tile: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Heads of some tokens: values float64 [n, heads, features], sequence and position int64 [n], sorted by both."""
+
+    values: np.ndarray
+    sequence: np.ndarray
+    position: np.ndarray
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Where rounding comes in.
+
+    ``dtype`` of the tensors; ``step``: the rounding of scores and probabilities that an eager implementation does in
+    that dtype, None for a fused kernel; ``turns``: where the rope is inside the replay, the angles of the rows of q and
+    k by feature, float64 [rows, features]; ``quiet``: the noise is not asked for; ``once``: scores are rounded after
+    they are scaled, not before.
+    """
+
+    dtype: str
+    step: Round | None = None
+    turns: tuple[np.ndarray, np.ndarray] | None = None
+    quiet: bool = False
+    once: bool = False
+
+
+def attend(q: Rows, k: Rows, v: Rows, core: Core, precision: Precision) -> tuple[np.ndarray, np.ndarray]:
+    """Return the heads' outputs float64 [n, heads, features] and the noise to expect in them, of the same shape.
+
+    A query whose keys are not all there gives NaN. The noise is the root mean square of a healthy output's error
+    beside the rounding of the output itself, in units of one rounding of the dtype (see :func:`_noise`).
+    """
+    n, heads, _ = q.values.shape
+    result = np.full((n, heads, v.values.shape[2]), np.nan)
+    noise = np.full_like(result, np.nan)
+    known = ~np.isnan(q.values).any(axis=(1, 2))
+    for sequence in np.unique(q.sequence):
+        rows = np.flatnonzero((q.sequence == sequence) & known)
+        span = slice(*np.searchsorted(k.sequence, [sequence, sequence + 1]))
+        there = rows[_complete(q.position[rows], k.position[span], core)]
+        for some, group, of_group in _blocks(there, heads, k.values.shape[1], span.stop - span.start, core.tile):
+            keys, values = k.values[span, group], v.values[span, group]
+            hidden = _hidden(q.position[some], k.position[span], core)
+            block, part = q.values[some][:, of_group], precision
+            if precision.turns is not None:
+                part = replace(precision, turns=(precision.turns[0][some], precision.turns[1][span]))
+            context, spread = _attend(block, keys, values, hidden, core, part)
+            result[np.ix_(some, of_group)], noise[np.ix_(some, of_group)] = context, spread
+    return result, noise
+
+
+def _blocks(
+    rows: np.ndarray, heads: int, groups: int, keys: int, tile: bool
+) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
+    """Yield (rows, group, the query heads of that group) so that rows x heads x keys stays within CELLS."""
+    each = heads // groups
+    size = max(1, CELLS // max(1, each * keys))
+    for group in range(groups):
+        members = np.arange(group, heads, groups) if tile else np.arange(group * each, (group + 1) * each)
+        for start in range(0, len(rows), size):
+            yield rows[start : start + size], group, members
+
+
+def _complete(queries: np.ndarray, keys: np.ndarray, core: Core) -> np.ndarray:
+    """Return bool [queries]: every position that a query looks back on was stored, and there is one."""
+    first = np.maximum(0, queries - core.window + 1) if core.window else np.zeros_like(queries)
+    found = np.searchsorted(keys, queries, side="right") - np.searchsorted(keys, first)
+    seen = queries >= -min(core.ahead or 0, 0)
+    return np.asarray((found == queries - first + 1) & seen)
+
+
+def _hidden(queries: np.ndarray, keys: np.ndarray, core: Core) -> np.ndarray:
+    """Return bool [queries, keys]: the mask."""
+    gap = queries[:, None] - keys[None, :]
+    hidden = np.zeros(gap.shape, bool) if core.ahead is None else gap < -core.ahead
+    return np.asarray(hidden | (gap >= core.window)) if core.window else hidden
+
+
+def _attend(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, hidden: np.ndarray, core: Core, precision: Precision
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attend with queries [n, h, d] of one group to its keys [m, d] and values [m, e]."""
+    step = precision.step or np.asarray
+    scores = q @ k.T
+    scores = step((scores if precision.once else step(scores)) * core.scale)
+    if core.cap:
+        scores = step(core.cap * step(np.tanh(step(scores / core.cap))))
+    raw = scores
+    scores = np.where(hidden[:, None, :], -np.inf, scores)
+    scores -= scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    context = step(weights) @ v
+    if precision.quiet:
+        return context, np.full_like(context, np.nan)
+    return context, _noise(q, k, v, (raw, scores), weights, context, core, precision)
+
+
+ACCUMULATION = 0.25
+"""Variance of a float32 sum of n terms, in squared roundings of its terms per term: measured on matrix products of
+torch and MKL of 64 to 2,048 terms, docs/replay.md."""
+
+
+def _noise(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scores: tuple[np.ndarray, np.ndarray],
+    weights: np.ndarray,
+    context: np.ndarray,
+    core: Core,
+    precision: Precision,
+) -> np.ndarray:
+    """Return the noise of each output [n, h, e]: |d context| in units of one rounding of the dtype.
+
+    To first order, errors e_j of the scores and p_j of the probabilities give d context = sum_j P_j (e_j + p_j)
+    (v_j - context); independent roundings add in squares. p_j is one rounding; e_j has one of each feature of q and k
+    (|q_d k_d|) and of their angles where the rope is inside, of float32 accumulation over the features, and of the
+    float32 exponent (|s_j - max s|, and twice |s_j| before it). The output is accumulated in float32 over the keys that
+    count, of which there are 1 / sum P_j^2.
+    """
+    fine = fineness(precision.dtype)
+    squares = fine**2 * ACCUMULATION * q.shape[-1] * (np.square(q) @ np.square(k).T)
+    if precision.turns is not None:
+        of_q, of_k = (1 + fine**2 * ANGLE * np.square(turn) for turn in precision.turns)
+        squares += (np.square(q) * of_q[:, None]) @ np.square(k).T + np.square(q) @ (np.square(k) * of_k).T
+    with np.errstate(invalid="ignore"):
+        exponent = np.where(weights > 0, np.square(scores[1]) + 2 * np.square(scores[0]), 0.0)
+    slope = np.square(1 - np.square(scores[0] / core.cap)) if core.cap else 1.0  # of the cap: c tanh(s / c)
+    error = 1.0 + core.scale**2 * slope * squares + fine**2 * exponent
+    spread = np.square(weights)
+    effective = 1 / np.maximum(spread.sum(axis=-1, keepdims=True), 1e-300)
+    carried = _around(spread * error, v, context)
+    accumulated = fine**2 * ACCUMULATION * effective * (np.square(context) + spread @ np.square(v))
+    return np.asarray(np.sqrt(carried + accumulated))
+
+
+def _around(weights: np.ndarray, v: np.ndarray, context: np.ndarray) -> np.ndarray:
+    """Return sum_j w_j (v_j - context)^2 of each feature, [n, h, e]."""
+    squares = weights @ np.square(v) - 2 * context * (weights @ v)
+    return np.maximum(squares + weights.sum(axis=-1, keepdims=True) * np.square(context), 0.0)
+
+
+def quantised(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return values rounded to ``dtype`` with scale 1, as float64; an empty name leaves them. fp8 saturates."""
+    if dtype.startswith("float8"):
+        return _to_float8(values, dtype)
+    return round_to(values, dtype).astype(np.float64) if dtype else values
+
+
+def _to_float8(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return the nearest numbers of an fp8 dtype, ties to the even one, the largest beyond it."""
+    numbers = widen(np.arange(128, dtype=np.uint8), dtype).astype(np.float64)
+    grid = np.sort(numbers[np.isfinite(numbers)])
+    middle, size = (grid[1:] + grid[:-1]) / 2, np.abs(values)
+    below, above = np.searchsorted(middle, size, side="left"), np.searchsorted(middle, size, side="right")
+    return np.asarray(np.sign(values) * grid[np.where(below % 2 == 0, below, above)])

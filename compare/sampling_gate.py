@@ -1,0 +1,338 @@
+"""The sampling gate: what the log-probs of both sides mean, as the runs declare it and as the numbers show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from probe.compare.align import RowAligner
+from probe.compare.gates import SHOWN, Gate, GateFinding
+from probe.compare.report.model import counted
+from probe.compare.sampling_fits import (
+    FEW,
+    SAME_TEMPERATURE,
+    SHIFT_NATS,
+    SHIFT_SHARE,
+    Rows,
+    bare_factor,
+    explain,
+    logit_rows,
+    one_signed,
+    scores,
+    shift_between,
+    zero_filled,
+)
+from probe.compare.sequences import SequenceJoin, sequence_labels
+from probe.compare.side import Side
+from probe.compare.tokens import (
+    SOURCES,
+    JoinedTokens,
+    Semantics,
+    Sources,
+    choose_sources,
+    engine_semantics,
+    join_tokens,
+)
+from probe.store.reader import Dump
+
+SUBJECT = "log-probs"
+OTHER_DISTRIBUTION = ("temperature-semantics", "renormalised-top-p")
+"""Causes that leave the logits comparable and a PPO ratio of the two sides' log-probs wrong: suspect, not divergent."""
+LOST_NATS = 1e-3
+"""Mean disagreement (nats) of an engine's log-probs with its own fp32 logits that is a fault: both come from the same
+numbers, so that healthy ones lie within 1e-5 (fp32 sums over the vocabulary); coarser logits allow their rounding."""
+
+OTHER = {"a": "b", "b": "a"}
+
+
+def sampling_gate(a: Side, b: Side, join: SequenceJoin) -> Gate:
+    """Compare what the log-probs mean: temperature, top-p, raw or processed, off by one token, filled with zeros.
+
+    The declared meaning is checked against the numbers wherever logits are stored. Fails where the log-probs of a side
+    are not what it declares, or where both sides' belong to different distributions; warns about what leaves the
+    comparison valid but not a PPO ratio.
+    """
+    sides = {"a": a, "b": b}
+    findings = [*_zeros(a, b, join), *(f for name, side in sides.items() for f in _against_own_logits(name, side))]
+    sources = choose_sources(a.dump, b.dump)
+    if sources is None:
+        if findings:
+            return _failed(findings)
+        return Gate("sampling", "skipped", "a side holds no log-probs of response tokens")
+    tokens = join_tokens(a.dump, b.dump, RowAligner(join, a.dump.sequences, b.dump.sequences), sources)
+    if not findings:
+        findings = [*_between(sides, sources, tokens)]
+    if findings:
+        return _failed(findings)
+    warned = _raw_findings(a.dump, b.dump, sources)
+    if not sources.comparable:
+        return _different(a.dump, b.dump, sources)
+    copies = _copies(a.dump, b.dump, sources, tokens)
+    if warned:
+        text = "; ".join([*(finding.text for finding in warned), *copies])
+        return Gate("sampling", "warn", text, tuple(warned))
+    text = f"both sides' log-probs are {_meaning(a.dump, sources.a)}"
+    return Gate("sampling", "pass", "; ".join([text, *copies]))
+
+
+def _failed(findings: list[GateFinding]) -> Gate:
+    more = f" and {len(findings) - SHOWN} more" if len(findings) > SHOWN else ""
+    text = "; ".join(finding.text for finding in findings[:SHOWN]) + more
+    return Gate("sampling", "fail", text, tuple(findings))
+
+
+def _different(a: Dump, b: Dump, sources: Sources) -> Gate:
+    """Return the gate of log-probs whose declared distributions differ, where logits cannot replace them."""
+    said = " and ".join(_meaning(d, n) for d, n in ((a, sources.a), (b, sources.b)))
+    text = f"the log-probs are of different distributions: {said}"
+    meanings = [_semantics(d, n) for d, n in ((a, sources.a), (b, sources.b))]
+    cooler = meanings[0].temperature != meanings[1].temperature
+    side = "a" if meanings[0] != Semantics() else "b"
+    figures = {f"temperature {name}": meaning.temperature for name, meaning in zip("ab", meanings)}
+    figures |= {f"top_p {name}": meaning.top_p for name, meaning in zip("ab", meanings)}
+    cause = "temperature-semantics" if cooler else "renormalised-top-p"
+    fix = "set one logprobs_mode and temperature on both sides"
+    return Gate("sampling", "fail", f"{text}; {fix}", (GateFinding(cause, SUBJECT, side, text, figures),))
+
+
+# -- what is declared -------------------------------------------------------------------------------------------------
+
+
+def _semantics(dump: Dump, source: str) -> Semantics:
+    return Semantics() if source == "recomputed" else engine_semantics(dump.manifest)
+
+
+def _meaning(dump: Dump, source: str) -> str:
+    semantics = _semantics(dump, source)
+    if semantics == Semantics():
+        return "of the untouched logits (temperature 1)"
+    return f"processed with temperature {semantics.temperature:g} and top-p {semantics.top_p:g}"
+
+
+def _raw_findings(a: Dump, b: Dump, sources: Sources) -> list[GateFinding]:
+    """Return warnings that leave the comparison valid but not the PPO ratio built on these log-probs."""
+    found = []
+    for name, dump, source in (("a", a, sources.a), ("b", b, sources.b)):
+        sampling = dump.manifest.get("sampling") or {}
+        temperature, top_p = float(sampling.get("temperature") or 0.0), float(sampling.get("top_p") or 1.0)
+        changed = temperature not in (0.0, 1.0) or top_p < 1.0
+        figures = {"temperature": temperature, "top_p": top_p}
+        if changed and str(dump.manifest.get("logprobs_mode") or "raw_logprobs").startswith("raw"):
+            text = (
+                f"{name} sampled with temperature {temperature:g} and top-p {top_p:g} but returned raw log-probs: a "
+                "PPO ratio over its samples needs processed_logprobs"
+            )
+            found.append(GateFinding("raw-logprobs", SUBJECT, name, text, figures))
+        elif changed and source == "recomputed":
+            cause = "temperature-semantics" if temperature not in (0.0, 1.0) else "renormalised-top-p"
+            text = (
+                f"{name}'s processed log-probs (temperature {temperature:g}, top-p {top_p:g}) were set aside for ones "
+                "recomputed from its logits: the other side's are of the untouched logits, and a PPO ratio of the two "
+                "is not 1"
+            )
+            found.append(GateFinding(cause, SUBJECT, name, text, figures))
+    return found
+
+
+def _copies(a: Dump, b: Dump, sources: Sources, tokens: JoinedTokens) -> list[str]:
+    """Note log-probs of two engines that are equal to the last bit: no two compute so, one side's were copied."""
+    equal = len(tokens.a) >= FEW and np.array_equal(tokens.a, tokens.b) and bool(np.any(tokens.a != 0))
+    if not equal or a.engine == b.engine or "recomputed" in (sources.a, sources.b):
+        return []
+    note = f"the log-probs of {counted(len(tokens.a), 'token')} have the same bits on both sides"
+    return [f"{note}: one side's are a copy of the other's, so that their difference says nothing"]
+
+
+# -- what the numbers show --------------------------------------------------------------------------------------------
+
+
+def shifted_by(dump: Dump) -> int:
+    """Return +1 or -1 when the engine's log-probs fit those of its own logits only after moving by one token, else 0.
+
+    Needs both columns on at least 8 response tokens, so that chance does not decide.
+    """
+    table = dump.tokens[dump.tokens["response"]]
+    columns = table[SOURCES["engine"]], table[SOURCES["recomputed"]]
+    return shift_between(table["sequence"], table["position"], *columns)
+
+
+def _shift_finding(name: str, shift: int, whose: str) -> GateFinding:
+    text = f"the log-probs of {name} fit {whose} only when moved by {shift:+d} token"
+    side = name if name in OTHER else "unknown"
+    return GateFinding(
+        "logprob-shift", SUBJECT, side, f"{text}: they are assigned to the wrong tokens", {"shift": shift}
+    )
+
+
+def _against_own_logits(name: str, side: Side) -> Iterator[GateFinding]:
+    """Yield what an engine's log-probs are, where its own logits say something else than it declares."""
+    shift = shifted_by(side.dump)
+    if shift:
+        yield _shift_finding(name, shift, "its own logits")
+        return
+    table = side.dump.tokens[side.dump.tokens["response"]]
+    engine, own = table[SOURCES["engine"]], table[SOURCES["recomputed"]]
+    known = np.isfinite(engine) & np.isfinite(own) & ~zero_filled(engine, own)
+    if known.sum() < FEW:
+        return
+    declared = engine_semantics(side.dump.manifest)
+    apart = float(np.abs(engine - own)[known].mean())
+    if apart < 1e-3 and declared == Semantics():
+        return
+    rows = logit_rows(side, table["sequence"][known], table["position"][known], engine[known])
+    if rows is not None:
+        yield from _checked(name, side.dump, rows, declared, "its own logits")
+    elif apart > SHIFT_NATS and declared == Semantics():
+        text = f"the log-probs of {name} lie {apart:.2g} nats from those of its own logits"
+        yield GateFinding("logprob-source", SUBJECT, name, text, {"nats": apart})
+
+
+def _checked(name: str, dump: Dump, rows: Rows, declared: Semantics, whose: str) -> Iterator[GateFinding]:
+    """Yield a finding where log-probs are not what is declared of them, given the logits that they should come from."""
+    raw = scores(rows.logits, rows.tokens)
+    apart = float(np.abs(rows.logprobs - raw).mean())
+    if apart <= rows.tolerance:
+        expected = float(np.abs(scores(rows.logits, rows.tokens, declared.temperature) - raw).mean())
+        if declared.temperature != 1 and expected > 4 * rows.tolerance:
+            text = f"{name} declares log-probs processed with temperature {declared.temperature:g}"
+            more = f"{text}, but they are those of the untouched logits"
+            yield GateFinding("raw-logprobs", SUBJECT, name, more, {"nats": expected})
+        return
+    sampling = dump.manifest.get("sampling") or {}
+    stated = {declared.temperature, float(sampling.get("temperature") or 1.0)} - {1.0}
+    fit = explain(rows, tuple(stated))
+    if fit is None:
+        if declared.top_p == 1 and apart > max(LOST_NATS, 4 * rows.tolerance):
+            text = f"the log-probs of {name} lie {apart:.2g} nats from those of {whose}"
+            more = f"{text}, and no temperature or top-p explains it"
+            yield GateFinding("logprob-source", SUBJECT, name, more, {"nats": apart})
+        return
+    if not _as_declared(fit.figures, declared):
+        text = f"the log-probs of {name} are {fit.text}, not as declared {_declared(declared)}"
+        yield GateFinding(fit.cause, SUBJECT, name, text, {**fit.figures, "nats": apart})
+
+
+def _as_declared(figures: dict[str, float], declared: Semantics) -> bool:
+    """Tell whether a fit is the distribution that the run declares."""
+    if "factor" in figures:
+        return False
+    same = abs(figures.get("temperature", 1.0) / declared.temperature - 1) <= SAME_TEMPERATURE
+    kept = "top_p" in figures or "top_k" in figures
+    return same and kept == (declared.top_p < 1)
+
+
+def _declared(semantics: Semantics) -> str:
+    if semantics == Semantics():
+        return "of the untouched logits"
+    return f"with temperature {semantics.temperature:g} and top-p {semantics.top_p:g}"
+
+
+def _zeros(a: Side, b: Side, join: SequenceJoin) -> Iterator[GateFinding]:
+    """Yield sequences whose log-probs were never filled in: exact zeros where the token was not certain."""
+    partner = {pair.a: pair.b for pair in join.pairs}
+    for name, side, other, paired in (("a", a, b, partner), ("b", b, a, {v: k for k, v in partner.items()})):
+        table = side.dump.tokens[side.dump.tokens["response"]]
+        values, own = table[SOURCES["engine"]], table[SOURCES["recomputed"]]
+        reference = np.where(np.isfinite(own), own, _others(other.dump, table, paired))
+        zero = zero_filled(values, reference)
+        labels, sequences, worst = sequence_labels(side.dump.sequences), 0, ""
+        for number in np.unique(table["sequence"][zero]).tolist():
+            mine = table["sequence"] == number
+            known = bool(np.isfinite(reference[mine & zero]).any())
+            if zero[mine].sum() >= FEW // 2 and (known or zero[mine].all()):
+                sequences += 1
+                worst = worst or labels[number]
+        if sequences:
+            count = int(zero.sum())
+            text = f"{counted(count, 'log-prob')} of {name} in {counted(sequences, 'sequence')} are exactly zero"
+            text = f"{text} (first {worst})"
+            figures: dict[str, float | int | str] = {"tokens": count, "sequences": sequences, "first": worst}
+            yield GateFinding("zero-filled-logprobs", SUBJECT, name, f"{text}: never filled in", figures)
+
+
+def _others(dump: Dump, table: np.ndarray, paired: dict[int, int]) -> np.ndarray:
+    """Return the other side's log-probs of a side's tokens, NaN where it has none."""
+    column = np.where(
+        np.isfinite(dump.tokens[SOURCES["recomputed"]]),
+        dump.tokens[SOURCES["recomputed"]],
+        dump.tokens[SOURCES["engine"]],
+    )
+    known = {(s, p): v for s, p, v in zip(dump.tokens["sequence"].tolist(), dump.tokens["position"].tolist(), column)}
+    cells = zip(table["sequence"].tolist(), table["position"].tolist())
+    return np.array([known.get((paired.get(s, -1), p), np.nan) for s, p in cells], np.float64)
+
+
+def _between(sides: dict[str, Side], sources: Sources, tokens: JoinedTokens) -> Iterator[GateFinding]:
+    """Yield what sets both sides' log-probs apart where no side's own logits told: a shift, a temperature, a top-p."""
+    if len(tokens.a) < FEW or not sources.comparable:
+        return
+    trusted = [name for name, source in zip("ab", (sources.a, sources.b)) if _is_own(sides[name].dump, source)]
+    doubted = OTHER[trusted[0]] if len(trusted) == 1 else ""
+    shift = shift_between(tokens.pair, tokens.position, tokens.a, tokens.b)
+    if shift:
+        moved = -shift if doubted == "b" else shift
+        yield _shift_finding(doubted or "one side", moved, "those of the other side")
+        return
+    apart = float(np.abs(tokens.a - tokens.b).mean())
+    if apart < SHIFT_NATS / 10:
+        return
+    if doubted:
+        yield from _against_other_logits(doubted, sides, tokens)
+    else:
+        yield from _without_logits(sides, tokens, apart)
+
+
+def _is_own(dump: Dump, source: str) -> bool:
+    """Tell whether a side's log-probs are those of its own logits."""
+    if source == "recomputed":
+        return True
+    table = dump.tokens[dump.tokens["response"]]
+    gap = np.abs(table[SOURCES["engine"]] - table[SOURCES["recomputed"]])
+    gap = gap[np.isfinite(gap)]
+    return len(gap) >= FEW and float(gap.mean()) < SHIFT_NATS
+
+
+def _against_other_logits(name: str, sides: dict[str, Side], tokens: JoinedTokens) -> Iterator[GateFinding]:
+    """Yield what a side's log-probs are, given the other side's logits; only what clearly explains the difference."""
+    values, other = (tokens.a, tokens.b) if name == "a" else (tokens.b, tokens.a)
+    giver = sides[OTHER[name]]
+    numbers = {cell: float(value) for cell, value in zip(zip(tokens.pair.tolist(), tokens.position.tolist()), values)}
+    rows = _joined_rows(giver, OTHER[name], tokens, numbers)
+    if rows is None:
+        return
+    declared = engine_semantics(sides[name].dump.manifest)
+    fit = explain(rows, (declared.temperature,) if declared.temperature != 1 else ())
+    apart = float(np.abs(values - other).mean())
+    if (
+        fit is not None
+        and fit.left < max(SHIFT_SHARE * apart, rows.tolerance)
+        and not _as_declared(fit.figures, declared)
+    ):
+        text = f"the log-probs of {name} are {fit.text} of {OTHER[name]}, not as declared {_declared(declared)}"
+        yield GateFinding(fit.cause, SUBJECT, name, text, {**fit.figures, "nats": apart})
+
+
+def _joined_rows(giver: Side, name: str, tokens: JoinedTokens, values: dict[tuple[int, int], float]) -> Rows | None:
+    """Return the giver's logits of joined tokens with the other side's log-probs of them."""
+    owner = tokens.owners[0 if name == "a" else 1]
+    joined = np.array([values[cell] for cell in zip(tokens.pair.tolist(), tokens.position.tolist())])
+    return logit_rows(giver, owner, tokens.position, joined)
+
+
+def _without_logits(sides: dict[str, Side], tokens: JoinedTokens, apart: float) -> Iterator[GateFinding]:
+    """Yield what two columns of log-probs alone show: one is a multiple of the other, or larger throughout."""
+    factor = bare_factor(tokens.a, tokens.b)
+    if factor is not None and float(np.abs(tokens.a - factor * tokens.b).mean()) < SHIFT_SHARE * apart:
+        text = f"the log-probs of a are {factor:.4g} times those of b: one side's were divided by a temperature"
+        yield GateFinding("temperature-semantics", SUBJECT, "unknown", text, {"factor": factor, "nats": apart})
+        return
+    mean = one_signed(tokens.a, tokens.b, SHIFT_NATS / 10)
+    name = "a" if mean > 0 else "b"
+    top_p = float((sides[name].dump.manifest.get("sampling") or {}).get("top_p") or 1.0)
+    bound = float(np.abs(tokens.a - tokens.b).max())
+    if mean and top_p < 1 and bound < SHIFT_NATS - np.log(top_p):
+        text = f"the log-probs of {name} are larger throughout, by {abs(mean):.2g} nats and at most {bound:.2g}"
+        figures = {"mean": abs(mean), "max": bound, "top_p": top_p}
+        more = f"{text}: renormalised over the tokens that top-p {top_p:g} kept"
+        yield GateFinding("renormalised-top-p", SUBJECT, name, more, figures)
