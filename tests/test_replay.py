@@ -533,12 +533,14 @@ from probe.hooks.runners.job import DumpJob, Sampling
 from probe.hooks.runners.run import run_dump
 
 if __name__ == "__main__":
-    model, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    engine, model, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     for dtype in ("float32", "bfloat16"):
-        job = DumpJob("rollout", "vllm", model, folder / f"vllm-{dtype}", prompts=folder / "ids.jsonl", dtype=dtype)
+        rollout = folder / f"vllm-{dtype}"
+        job = DumpJob("rollout", "vllm", model, rollout, prompts=folder / "ids.jsonl", dtype=dtype)
         job.sampling = Sampling(n=1, max_tokens=12, seed=1)
+        if engine == "megatron":
+            job = DumpJob("actor", "megatron", model, folder / f"megatron-{dtype}", source=rollout, dtype=dtype)
         run_dump(job)
-        run_dump(DumpJob("actor", "megatron", model, folder / f"megatron-{dtype}", source=job.output, dtype=dtype))
 """
 
 
@@ -549,9 +551,10 @@ def test_real_engines_fit(tmp_path, family):
     (tmp_path / "ids.jsonl").write_text('{"token_ids": [5, 6, 7, 8, 9, 10, 11]}\n{"token_ids": [11, 12, 13]}\n')
     script = tmp_path / "engines.py"
     script.write_text(ENGINES)
-    ran = subprocess.run([sys.executable, str(script), str(model), str(tmp_path)], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    for engine in ("vllm", "megatron"):
+    for engine in ("vllm", "megatron"):  # a process each: both set up torch.distributed
+        command = [sys.executable, str(script), engine, str(model), str(tmp_path)]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
         for dtype in ("float32", "bfloat16"):
             done = replayed(tmp_path / f"{engine}-{dtype}")
             assert not wrong(done) and not done.skipped, (engine, dtype)

@@ -88,7 +88,7 @@ FAULTS = (
         "Megatron TP2: ranks swapped",
         "b",
         ("tp-shards-swapped",),
-        ("layers.*",),
+        ("*",),
         "weights",
         arguments=("--tp", "2"),
         edit=ranks_swapped,

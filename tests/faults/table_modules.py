@@ -181,7 +181,6 @@ TOKENS = (
         to.retokenised_response,
         placed=False,
         gate="tokens",
-        invisible=dict.fromkeys(DTYPES, "rows behind the change are not compared"),
     ),
     Fault(
         "log-probs over T, undeclared",
