@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= probe-demo
 
-.PHONY: setup demo test fast lint browser matrix faults clean
+.PHONY: setup demo test fast lint browser matrix faults healthy clean
 
 setup: $(READY)
 
@@ -47,9 +47,13 @@ matrix: setup
 	rm -rf probe-matrix
 	$(BIN)/python tests/matrix.py probe-matrix --write docs/matrix.md
 
-# Every fault of tests/faults at every place, in both dtypes, some 10 minutes; make fast runs each of them once.
+# Every fault of tests/faults at every place, in both dtypes, some 10 minutes; make test runs each of them once.
 faults: setup
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults --jobs 2 --write docs/faults.md
 
+# Every healthy pair of every model of tests/healthy.py, some 15 minutes; make test runs each model and each pair once.
+healthy: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/healthy.py probe-healthy
+
 clean:
-	rm -rf $(VENV) $(DEMO) probe-matrix .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(DEMO) probe-matrix probe-healthy .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -29,6 +29,7 @@ MADE = ("prompts.txt", "rollout", "actor", "model-broken", "actor-broken", "repo
 PARAMETER, SCALE = "model.layers.2.mlp.down_proj.weight", 1.03
 """The damage: 3 % on one matrix in the middle of the model. Rounding is far smaller, spoilt text needs far more."""
 BROKEN_MODULE = PARAMETER.removeprefix("model.").removesuffix(".weight")
+CAUSE = "scaled-weight"
 SAMPLING = ("--n", "2", "--max-tokens", "32", "--temperature", "1.0")
 FORMS = ["json", "html", "markdown", "csv"]
 STEPS = 5
@@ -143,10 +144,11 @@ class Demo:
             return self._compare("actor", "report"), self._compare("actor-broken", "report-broken")
 
     def _compare(self, actor: str, report_folder: str) -> dict[str, Any]:
+        """Compare an actor with the rollout; both should hold the weights of the model that the rollout loaded."""
         from probe.compare.report import write_report
         from probe.compare.run import compare_dumps
 
-        report = compare_dumps(self.folder / "rollout", self.folder / actor)
+        report = compare_dumps(self.folder / "rollout", self.folder / actor, weights=self.folder / "model")
         write_report(report, FORMS, self.folder / report_folder)
         return report
 
@@ -175,19 +177,19 @@ class Demo:
 
 def _print_result(folder: Path, healthy: dict[str, Any], broken: dict[str, Any]) -> bool:
     """Print both verdicts, what was broken, whether the report named it, and where the reports are."""
-    first = broken["first_divergence"] or {}
-    named = f"{first['name']}:{first['slot']}" if first else "nothing"
-    found = first.get("name") == BROKEN_MODULE
+    suspect = next(iter(broken["suspects"]), {"name": "nothing", "cause": "", "side": ""})
+    named = f"{suspect['cause']} in {suspect['name']} of side {suspect['side']}"
+    found = (suspect["cause"], suspect["name"], suspect["side"]) == (CAUSE, BROKEN_MODULE, "b")
     checks = {
         "the healthy pair was not judged consistent": healthy["verdict"] == "consistent",
         "the broken pair was not judged divergent": broken["verdict"] == "divergent",
-        f"the report names {named}, not {BROKEN_MODULE}": found,
+        f"the report names {named}, not {CAUSE} in {BROKEN_MODULE} of side b": found,
     }
     for title, report in (("healthy", healthy), ("broken", broken)):
         common.say(f"{title}: {report['verdict']}", "bold")
         common.paragraph(report["summary"])
     common.say(f"injected: {PARAMETER} x {SCALE} in {folder / 'model-broken'}")
-    common.say(f"named by the report: {named}" + (", the module that was broken" if found else ""))
+    common.say(f"named by the report: {named}" + (", which is what was broken" if found else ""))
     for report_folder in ("report", "report-broken"):
         common.say(f"report: {folder / report_folder / 'report.html'}")
     for problem in [problem for problem, right in checks.items() if not right]:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from probe.cli import common
-from probe.errors import CompareError
+from probe.errors import CheckpointError, CompareError
 
 if TYPE_CHECKING:
+    from probe.compare.evidence import Replayed
     from probe.store.reader import Dump
 
 MAX_MODULES = 40
@@ -65,12 +66,14 @@ def replay_dump(dump: Dump, weights: Path | None) -> dict[str, Any]:
 
     Raises CompareError where no module could be replayed, CheckpointError for weights that cannot be read.
     """
-    from dataclasses import asdict
-
-    from probe.compare.replay.run import replay_side
+    from probe.compare.replay.run import OTHER_CHECKPOINT, replay_side
     from probe.compare.side import read_side
 
     done = replay_side(read_side(dump), "", weights)
+    if done.found.foreign:
+        raise CheckpointError(
+            f"{weights} does not hold the weights of {dump.path}: {done.found.foreign}", OTHER_CHECKPOINT
+        )
     if not done.modules:
         reason = done.found.why_not or next(iter(done.skipped.values()), "it stores no tensor with a canonical name")
         raise CompareError(f"no module of {dump.path} could be replayed: {reason}", "see docs/replay.md")
@@ -80,8 +83,17 @@ def replay_dump(dump: Dump, weights: Path | None) -> dict[str, Any]:
         "verdict": next(word for word in ("broken", "suspect", "fine") if word in words),
         "weights": done.found.words,
         "why_not": done.found.why_not,
-        "modules": [asdict(found) for found in done.modules.values()],
+        "modules": [_plain(found) for found in done.modules.values()],
         "skipped": done.skipped,
+    }
+
+
+def _plain(found: Replayed) -> dict[str, Any]:
+    """Return a replayed module as plain data, without the errors of its single rows and the side it has none of."""
+    from dataclasses import asdict
+
+    return {
+        key: value for key, value in asdict(found).items() if key not in ("keys", "each_row", "relative_rows", "side")
     }
 
 
@@ -95,7 +107,7 @@ def print_replay(data: Mapping[str, Any], everything: bool) -> None:
     cut = shown if everything else shown[:MAX_MODULES]
     if cut:
         common.table(
-            f"{len(cut)} of {common.count(len(modules), 'module')}, errors in roundings (allowed)",
+            f"{_how_many(cut, modules)}, error in roundings of the dtype (allowed)",
             {"module": "left", "verdict": "left", "whole": "right", "worst row": "right", "worst feature": "right"},
             [_line(found) for found in cut],
             left_out=len(shown) - len(cut),
@@ -110,6 +122,11 @@ def print_replay(data: Mapping[str, Any], everything: bool) -> None:
     common.say(
         f"{data['verdict']}: {common.count(len(modules), 'module')} replayed, {counted}", COLOURS[data["verdict"]]
     )
+
+
+def _how_many(shown: list[dict[str, Any]], modules: list[dict[str, Any]]) -> str:
+    whole = common.count(len(modules), "module")
+    return whole if len(shown) == len(modules) else f"{len(shown)} of {whole}, those that do not fit"
 
 
 def _line(found: Mapping[str, Any]) -> tuple[str, ...]:
@@ -139,4 +156,5 @@ def _print_skipped(data: Mapping[str, Any]) -> None:
     for label, reason in data["skipped"].items():
         reasons.setdefault(reason, []).append(label)
     for reason, labels in reasons.items():
-        common.say(f"not replayed: {common.count(len(labels), 'tensor')} ({labels[0]} and others): {reason}")
+        more = " and others" if len(labels) > 1 else ""
+        common.say(f"not replayed: {common.count(len(labels), 'tensor')} ({labels[0]}{more}): {reason}")

@@ -45,7 +45,8 @@ class Replayed:
     ``error``: |stored - recomputed| / |recomputed| (relative L2 over ``rows`` rows) in roundings of the output's dtype;
     ``worst_row`` and ``worst_column`` likewise of one row or feature, at ``row`` = (sequence number in the dump,
     position) and ``column``; the three ``*_band`` are what rounding may reach. ``explanations``: best first.
-    ``each_row``: the error of every row at ``keys`` (NaN: not recomputed).
+    ``each_row``: the error of every row at ``keys`` (NaN: not recomputed), ``relative_rows``: the same as relative L2,
+    of modules that do not fit only.
     """
 
     label: str
@@ -65,6 +66,7 @@ class Replayed:
     reason: str = ""
     keys: RowKeys = field(default_factory=lambda: np.zeros((0, 2), np.int64), repr=False, compare=False)
     each_row: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
+    relative_rows: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
 
     @property
     def excess(self) -> float:
@@ -195,7 +197,10 @@ class Suspect:
 
 @dataclass
 class Evidence:
-    """Everything a comparison found; the summary, the diagnosis and the report's sections read it."""
+    """Everything a comparison found; the summary, the diagnosis and the report's sections read it.
+
+    ``options``: what the command line that repeats the comparison needs beside the two dumps.
+    """
 
     side_a: Side
     side_b: Side
@@ -209,6 +214,7 @@ class Evidence:
     environment: list[dict[str, Any]]
     tensor_share: float
     min_coverage: float
+    options: str = ""
     replays: Replays = field(default_factory=Replays)
     located: Located = field(default_factory=Located)
     verdict: str = ""

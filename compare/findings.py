@@ -10,7 +10,7 @@ from typing import Any
 from probe.compare.evidence import Evidence, Replayed
 from probe.compare.names.base import key_of
 
-_SAID_ELSEWHERE = ("label", "kind", "side", "keys", "each_row")
+_SAID_ELSEWHERE = ("label", "kind", "side", "keys", "each_row", "relative_rows")
 
 
 def located_section(evidence: Evidence) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,11 @@ from probe.compare.match import SAME_NAME, Match, Matching, match_tensors
 from probe.compare.measure import Measured, Measurer
 from probe.compare.moe.experts import excuse_idle, is_expert
 from probe.compare.moe.flips import Routing
-from probe.compare.moe.flips import section as moe_section
+from probe.compare.moe.section import section as moe_section
 from probe.compare.names.canonical import LOGITS
 from probe.compare.preflight import preflight
 from probe.compare.replay.run import replay_sides
-from probe.compare.replay.verdicts import apply_replays
+from probe.compare.replay.verdicts import apply_replays, scaled_after_the_head
 from probe.compare.report.model import NOT_BUILT, SCHEMA, clean_floats
 from probe.compare.sampling_gate import OTHER_DISTRIBUTION
 from probe.compare.sections import coverage_section, dump_summary, layers_section
@@ -68,6 +69,13 @@ class Options:
     weights: str | Path | None = None
     replay: bool = True
     jobs: int = 0
+
+    def words(self) -> str:
+        """Return the options as a command line repeats them."""
+        given = {"--floor": self.floor, "--golden": self.golden, "--weights": self.weights}
+        words = [f"{name} {shlex.quote(str(value))}" for name, value in given.items() if value is not None]
+        words += ["--across-versions"] if self.across_versions else []
+        return " ".join(words + ([] if self.replay else ["--no-replay"]))
 
 
 def compare_dumps(
@@ -117,7 +125,19 @@ def compare_open(
     rows.held = held_rows(joins, fewer, {entry.match.label for entry in measured if _has_every_row(entry.match)})
     share = _tensor_share(side_a, side_b, matching, measured)
     evidence = Evidence(
-        side_a, side_b, join, gates, matching, measured, rows, fewer, tokens, environment, share, chosen.min_coverage
+        side_a,
+        side_b,
+        join,
+        gates,
+        matching,
+        measured,
+        rows,
+        fewer,
+        tokens,
+        environment,
+        share,
+        chosen.min_coverage,
+        chosen.words(),
     )
     _conclude(evidence, aligner, chosen)
     return dict(clean_floats(_report(evidence, measurer.routing)))
@@ -128,8 +148,11 @@ def _conclude(e: Evidence, aligner: RowAligner, options: Options) -> None:
     if options.replay:
         e.replays = replay_sides(e.side_a, e.side_b, options.weights, worst_rows(e.measured))
     unexplained = unexplained_difference(e.a, e.b, aligner, _agreeing_logits(e.measured))
-    e.tokens |= {"unexplained_mean": unexplained.mean, "unexplained_max": unexplained.worst}
     apply_replays(e)
+    if scaled_after_the_head(e.replays):  # logits do not say what such log-probs are: they explain themselves
+        known = e.tokens["mean_abs_logprob_diff"], e.tokens["max_abs_logprob_diff"]
+        unexplained = replace(unexplained, mean=known[0], worst=known[1])
+    e.tokens |= {"unexplained_mean": unexplained.mean, "unexplained_max": unexplained.worst}
     statuses = {gate.name: gate.status for gate in e.gates}
     words = [entry.judgement.verdict for entry in e.measured]
     coverage = min(e.tensor_share, e.rows.covered)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from probe.compare.judge import ROUNDING
 from probe.compare.names.canonical import LOGITS
 from probe.compare.side import Side
 from probe.metrics import MANTISSA_BITS
@@ -36,12 +37,17 @@ ONE_SIGNED = 0.98
 
 @dataclass(frozen=True)
 class Rows:
-    """Scored tokens with the logits that scored them: float64 [n, vocab], int64 [n], and log-probs float64 [n]."""
+    """Scored tokens with the logits that scored them: float64 [n, vocab], int64 [n], and log-probs float64 [n].
+
+    ``tolerance``: nats that a mean over tokens may be off by the largest rounding of the logits, in every token;
+    ``rounding``: by one rounding of them as large as it is in the root mean square.
+    """
 
     logits: np.ndarray
     tokens: np.ndarray
     logprobs: np.ndarray
     tolerance: float
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,10 +86,28 @@ def logit_rows(side: Side, sequence: np.ndarray, position: np.ndarray, logprobs:
         return None
     logits = np.stack([found[cell] for cell in cells])
     ids = np.array([tokens[cell[0], cell[1] + 1] for cell in cells])
-    unit = 2.0 ** -(MANTISSA_BITS.get(side.dump.tensors[key].dtype, 23) + 1)
+    dtype = side.dump.tensors[key].dtype
+    unit = 2.0 ** -(MANTISSA_BITS.get(dtype, 23) + 1)
     # a log-prob moves by the rounding of its own logit and of the largest ones
     tolerance = max(1e-4, 2 * unit * float(np.abs(logits).max(axis=1).mean()))
-    return Rows(logits, ids, np.array([kept[cell] for cell in cells]), tolerance)
+    rounding = one_rounding(logits, ids, ROUNDING.get(dtype, ROUNDING["float32"]))
+    return Rows(logits, ids, np.array([kept[cell] for cell in cells]), tolerance, rounding)
+
+
+def one_rounding(logits: np.ndarray, tokens: np.ndarray, relative: float) -> float:
+    """Return the mean over tokens of the deviation in nats that one rounding of logits and log-probs makes.
+
+    A log-prob l_t - log sum exp l moves by the error of its own logit, and by that of the others as their probabilities
+    p weigh them: sqrt(l_t^2 (1 - p_t)^2 + sum of p_j^2 l_j^2 of the others) times the RMS ``relative`` error; if it is
+    rounded itself, by its own. Independent errors add in squares.
+    """
+    at = np.arange(len(tokens))
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    probabilities = np.exp(shifted) / np.exp(shifted).sum(axis=1, keepdims=True)
+    moved = probabilities * logits
+    moved[at, tokens] -= logits[at, tokens]
+    squares = np.square(moved).sum(axis=1) + np.square(scores(logits, tokens))
+    return float(relative * np.sqrt(squares).mean())
 
 
 def scores(logits: np.ndarray, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 
 from probe.compare.align import RowAligner
 from probe.compare.gates import SHOWN, Gate, GateFinding
+from probe.compare.judge import TOKEN_SUSPECT
 from probe.compare.report.model import counted
 from probe.compare.sampling_fits import (
     FEW,
@@ -42,6 +43,9 @@ OTHER_DISTRIBUTION = ("temperature-semantics", "renormalised-top-p")
 LOST_NATS = 1e-3
 """Mean disagreement (nats) of an engine's log-probs with its own fp32 logits that is a fault: both come from the same
 numbers, so that healthy ones lie within 1e-5 (fp32 sums over the vocabulary); coarser logits allow their rounding."""
+LOST_ROUNDINGS = 4.0
+"""Roundings of those logits (sampling_fits.one_rounding) that the mean disagreement may reach: an engine may compute
+its log-probs from logits before they were rounded, from ones rounded once more, and round them."""
 
 OTHER = {"a": "b", "b": "a"}
 
@@ -61,6 +65,7 @@ def sampling_gate(a: Side, b: Side, join: SequenceJoin) -> Gate:
             return _failed(findings)
         return Gate("sampling", "skipped", "a side holds no log-probs of response tokens")
     tokens = join_tokens(a.dump, b.dump, RowAligner(join, a.dump.sequences, b.dump.sequences), sources)
+    findings = [] if _of_the_model(findings, tokens) else findings
     if not findings:
         findings = [*_between(sides, sources, tokens)]
     if findings:
@@ -74,6 +79,16 @@ def sampling_gate(a: Side, b: Side, join: SequenceJoin) -> Gate:
         return Gate("sampling", "warn", text, tuple(warned))
     text = f"both sides' log-probs are {_meaning(a.dump, sources.a)}"
     return Gate("sampling", "pass", "; ".join([text, *copies]))
+
+
+def _of_the_model(findings: list[GateFinding], tokens: JoinedTokens) -> bool:
+    """Tell whether both sides' log-probs are of scaled logits and agree: the model scales them after the head.
+
+    Granite's logits_scaling and Cohere's logit_scale are applied to what lm_head returns.
+    """
+    causes = sorted((finding.side, finding.cause) for finding in findings)
+    alike = causes == [("a", "temperature-semantics"), ("b", "temperature-semantics")]
+    return alike and len(tokens.a) > 0 and float(np.mean(np.abs(tokens.a - tokens.b))) <= TOKEN_SUSPECT
 
 
 def _failed(findings: list[GateFinding]) -> Gate:
@@ -198,19 +213,29 @@ def _checked(name: str, dump: Dump, rows: Rows, declared: Semantics, whose: str)
             text = f"{name} declares log-probs processed with temperature {declared.temperature:g}"
             more = f"{text}, but they are those of the untouched logits"
             yield GateFinding("raw-logprobs", SUBJECT, name, more, {"nats": expected})
+        elif declared == Semantics():
+            yield from _lost(name, rows, apart, whose)
         return
     sampling = dump.manifest.get("sampling") or {}
     stated = {declared.temperature, float(sampling.get("temperature") or 1.0)} - {1.0}
     fit = explain(rows, tuple(stated))
     if fit is None:
-        if declared.top_p == 1 and apart > max(LOST_NATS, 4 * rows.tolerance):
-            text = f"the log-probs of {name} lie {apart:.2g} nats from those of {whose}"
-            more = f"{text}, and no temperature or top-p explains it"
-            yield GateFinding("logprob-source", SUBJECT, name, more, {"nats": apart})
+        if declared.top_p == 1:
+            yield from _lost(name, rows, apart, whose)
         return
     if not _as_declared(fit.figures, declared):
         text = f"the log-probs of {name} are {fit.text}, not as declared {_declared(declared)}"
         yield GateFinding(fit.cause, SUBJECT, name, text, {**fit.figures, "nats": apart})
+
+
+def _lost(name: str, rows: Rows, apart: float, whose: str) -> Iterator[GateFinding]:
+    """Yield a finding where log-probs do not come from the logits and no other distribution explains them."""
+    allowed = max(LOST_NATS, LOST_ROUNDINGS * rows.rounding)
+    if apart > allowed:
+        text = f"the log-probs of {name} lie {apart:.2g} nats from those of {whose} (rounding allows {allowed:.2g})"
+        more = f"{text}, and no temperature or top-p explains it"
+        figures = {"nats": apart, "rounding": rows.rounding}
+        yield GateFinding("logprob-source", SUBJECT, name, more, figures)
 
 
 def _as_declared(figures: dict[str, float], declared: Semantics) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 
-from probe.compare.evidence import BROKEN, Evidence
+from probe.compare.evidence import BROKEN, UNMODELLED, Evidence
 from probe.compare.gaps import in_brief, tensors
 from probe.compare.judge import BANDS, MODELLED, TOKEN_SUSPECT, TOKEN_WORST
 from probe.compare.locate.first import first_divergent
@@ -77,28 +77,28 @@ def _cause(e: Evidence) -> list[str]:
     also = ", ".join(f"{suspect.cause} ({suspect.name})" for suspect in e.suspects[1:3])
     more = f" Also possible: {also}." if also else ""
     evidence = f": {top.evidence[0].rstrip('.')}" if top.evidence else ""
-    return [f"Likeliest cause ({top.confidence:.0%} sure): {top.cause} in {top.name}{side}{evidence}.{more}"]
+    return [f"Likeliest cause (confidence {top.confidence:.0%}): {top.cause} in {top.name}{side}{evidence}.{more}"]
 
 
 def _replays(e: Evidence) -> list[str]:
     """Say what recomputing the modules of each side from their own inputs showed."""
-    sentences = []
+    parts = []
     for side, found in e.replays.by_side.items():
-        if not found:
-            continue
         wrong = [replayed for replayed in found.values() if replayed.verdict == BROKEN]
-        whole = f"Recomputed from their own inputs, {{}} of {counted(len(found), 'tensor')} of {side}"
-        if wrong:
-            worst = max(wrong, key=lambda replayed: replayed.excess)
-            times = f"worst {worst.label}, {worst.excess:.3g} times what rounding reaches"
-            sentences.append(f"{whole.format(len(wrong))} are beyond rounding ({times}).")
-        else:
-            sentences.append(f"{whole.format('none')} is beyond rounding.")
-    return sentences
+        worst = max(wrong, key=lambda replayed: replayed.excess, default=None)
+        reach = f" (worst {worst.label}: {worst.reason})" if worst else ""
+        parts += [f"{len(wrong) or 'none'} of {counted(len(found), 'tensor')} of {side}{reach}"] if found else []
+    alike = {label for found in e.replays.by_side.values() for label, r in found.items() if r.verdict == UNMODELLED}
+    both = f" {tensors(len(alike))} computed alike by both sides, but not as the replay does." if alike else ""
+    return [f"Recomputed from their own inputs, beyond rounding: {' and '.join(parts)}.{both}"] if parts else []
 
 
 def _failed_gates(e: Evidence) -> list[str]:
-    return [f"The {g.name} gate fails: {g.detail}." for g in e.gates if g.status == "fail"]
+    """Say which gates fail; of one that the likeliest cause quotes, the name is enough."""
+    quoted = {sentence for suspect in e.suspects[:1] for sentence in suspect.evidence[:1]}
+    failed = [gate for gate in e.gates if gate.status == "fail"]
+    known = [any(finding.text in quoted for finding in gate.findings) for gate in failed]
+    return [f"The {g.name} gate fails{'' if said else f': {g.detail}'}." for g, said in zip(failed, known)]
 
 
 def _warned_gates(e: Evidence) -> list[str]:
@@ -167,13 +167,27 @@ def next_commands(e: Evidence) -> list[str]:
     """Return commands to paste, the most useful one first."""
     a, b = shlex.quote(str(e.a.path)), shlex.quote(str(e.b.path))
     first = first_divergent(e.measured)
+    commands = _which_side(e, a, b) if e.verdict in ("suspect", "divergent") else []
     if first is None:
-        return [f"probe show {a}", f"probe show {b}"]
-    commands = []
+        return [*commands, f"probe show {a}", f"probe show {b}"]
     for path, source, dump in ((a, first.match.source_a, e.a), (b, first.match.source_b, e.b)):
         module = _native_module(source.native[0], dump)
         commands.append(f"probe show {path} {shlex.quote(module)}")
-    return [*commands, f"probe compare {a} {b} --report html"]
+    again = f"probe compare {a} {b} {e.options}".rstrip()
+    return [*commands, f"{again} --report html --force"]
+
+
+def _which_side(e: Evidence, a: str, b: str) -> list[str]:
+    """Return the commands that would tell which side is at fault, where that is not known."""
+    if e.suspects and e.suspects[0].side != "unknown":
+        return []
+    checkpoint = (e.a.manifest.get("model") or {}).get("path")
+    if checkpoint and all(gate.name != "golden" for gate in e.gates):
+        reference = shlex.quote(str(e.a.path.with_name("reference")))
+        made = f"probe dump --stage reference --dtype float64 --from {a} -o {reference}"
+        weights = f"probe compare {a} {b} --weights {shlex.quote(str(checkpoint))}"
+        return [weights, made, f"probe compare {a} {b} --golden {reference}"]
+    return []
 
 
 def _native_module(label: str, dump: Dump) -> str:

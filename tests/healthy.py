@@ -1,7 +1,7 @@
 """Compare healthy pairs and print how near each comes to an alarm: ``python tests/healthy.py FOLDER [MODEL ...]``.
 
 Every model is run on transformers with other kernels, batches and dtypes, which differ by rounding alone. The figures
-calibrate the bands of docs/verdicts.md; tests/test_healthy.py runs a few of the pairs and the slow part all of them.
+calibrate the bands of docs/verdicts.md; tests/test_healthy.py runs each model and each pair at least once.
 """
 
 from __future__ import annotations

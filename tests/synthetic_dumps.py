@@ -237,8 +237,8 @@ def write_dump(path: Path, scenario: Scenario, sequences: list[tuple[str, np.nda
     engine, convert = LAYOUTS[scenario.layout]
     runs = []
     for number, (_, ids, _) in enumerate(sequences):
-        noise = None if scenario.noise is None else scenario.noise * 1000 + number
-        forward = Forward(scenario.model, weights, scenario.dtype, noise=noise, faults=scenario.faults)
+        kernels = {"noise": scenario.noise, "sequence": number, "faults": scenario.faults}
+        forward = Forward(scenario.model, weights, scenario.dtype, **kernels)
         runs.append(forward.run(ids))
     native = [convert(run, scenario.model) for run in runs]
     writer = DumpWriter(

@@ -1,11 +1,14 @@
 """A synthetic model: a tiny numpy transformer that keeps every canonical tensor of its forward. No engine runs here.
 
-The forward is Qwen2's (Qwen3's with ``qk_norm``) in float64 with every result rounded to the dump's dtype; ``noise``
-perturbs each result by up to half a unit in the last place first, as another kernel would.
+The forward is Qwen2's (Qwen3's with ``qk_norm``) in float64 with every result rounded to the dump's dtype once, as by
+kernels that accumulate in float32. ``noise`` stands for one engine's kernels: each result but a copy or one addition is
+off by up to one float32 rounding first, and each kind of module rounds midway or does not (a norm before its weight, a
+linear before its bias, rope's products, an activation before the product, attention's scores and probabilities).
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +82,8 @@ def make_weights(model: Tiny, seed: int = 0) -> Tensors:
 class Forward:
     """Run the model on one sequence and keep every canonical tensor [tokens, features].
 
-    ``faults``: canonical label -> function applied to that tensor before anything reads it.
+    ``faults``: canonical label -> function applied to that tensor before anything reads it. ``noise``: the engine's
+    kernels; ``sequence``: a number by which float32 sums of one engine differ from call to call.
     """
 
     def __init__(
@@ -89,25 +93,27 @@ class Forward:
         dtype: str = "float32",
         *,
         noise: int | None = None,
+        sequence: int = 0,
         faults: dict[str, Fault] | None = None,
     ) -> None:
         self.model, self.weights, self.dtype, self.faults = model, weights, dtype, faults or {}
-        self.rng = None if noise is None else np.random.default_rng(noise)
+        self.noise = noise
+        self.rng = None if noise is None else np.random.default_rng((noise, sequence))
         self.out: Tensors = {}
 
     def run(self, ids: np.ndarray) -> Tensors:
         """Return canonical label -> tensor; ``delta`` labels hold a layer's MLP output and residual apart."""
         self.out = {}
-        stream = self._keep("embed_tokens:output.0", self.weights["embed_tokens.weight"][ids])
+        stream = self._keep("embed_tokens:output.0", self.weights["embed_tokens.weight"][ids], exact=True)
         for layer in range(self.model.layers):
             stream = self._layer(f"layers.{layer}", stream)
         final = self._norm("norm", stream)
         self._keep("lm_head:output.0", final @ self.weights["lm_head.weight"].T)
         return self.out
 
-    def _keep(self, label: str, values: np.ndarray) -> np.ndarray:
-        if self.rng is not None and "embed" not in label:
-            unit = 2.0 ** -(MANTISSA_BITS[self.dtype] + 1)
+    def _keep(self, label: str, values: np.ndarray, *, exact: bool = False) -> np.ndarray:
+        if self.rng is not None and not exact:
+            unit = 2.0 ** -(max(MANTISSA_BITS[self.dtype], MANTISSA_BITS["float32"]) + 1)
             values = values * (1 + unit * self.rng.uniform(-1, 1, values.shape))
         rounded = round_to(values, self.dtype).astype(np.float64)
         if label in self.faults:
@@ -115,22 +121,28 @@ class Forward:
         self.out[label] = rounded
         return rounded
 
+    def _midway(self, kind: str, values: np.ndarray) -> np.ndarray:
+        """Round a result that is not the last of its module, where this engine's kernels of that kind do so."""
+        rounds = self.noise is not None and zlib.crc32(f"{self.noise} {kind}".encode()) % 2
+        return round_to(values, self.dtype).astype(np.float64) if rounds else values
+
     def _norm(self, name: str, x: np.ndarray) -> np.ndarray:
         scale = np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + self.model.eps)
-        return self._keep(f"{name}:output.0", x / scale * self.weights[f"{name}.weight"])
+        return self._keep(f"{name}:output.0", self._midway("norm", x / scale) * self.weights[f"{name}.weight"])
 
     def _linear(self, name: str, x: np.ndarray) -> np.ndarray:
         bias = self.weights.get(f"{name}.bias", 0.0)
-        return self._keep(f"{name}:output.0", x @ self.weights[f"{name}.weight"].T + bias)
+        return self._keep(f"{name}:output.0", self._midway("linear", x @ self.weights[f"{name}.weight"].T) + bias)
 
     def _layer(self, at: str, stream: np.ndarray) -> np.ndarray:
         attention = self._attention(f"{at}.self_attn", self._norm(f"{at}.input_layernorm", stream))
-        residual = self._keep(f"{at}.residual", stream + attention)
+        residual = self._keep(f"{at}.residual", stream + attention, exact=True)
         x = self._norm(f"{at}.post_attention_layernorm", residual)
         gate, up = (self._linear(f"{at}.mlp.{name}_proj", x) for name in ("gate", "up"))
-        activation = self._keep(f"{at}.mlp.down_proj:input.0", gate / (1 + np.exp(-gate)) * up)
+        active = self._midway("activation", gate / (1 + np.exp(-gate)))
+        activation = self._keep(f"{at}.mlp.down_proj:input.0", active * up)
         delta = self._linear(f"{at}.mlp.down_proj", activation)
-        return self._keep(f"{at}:output.0", residual + delta)
+        return self._keep(f"{at}:output.0", residual + delta, exact=True)
 
     def _attention(self, at: str, x: np.ndarray) -> np.ndarray:
         m, tokens = self.model, len(x)
@@ -144,10 +156,10 @@ class Forward:
             heads[name] = self._keep(f"{at}.rotary_emb:output.{slot}", self._rope(heads[name]))
         group = m.heads // m.kv_heads
         k, v = (np.repeat(heads[name], group, axis=1) for name in "kv")
-        scores = np.einsum("qhd,khd->hqk", heads["q"], k) / np.sqrt(m.head_dim)
+        scores = self._midway("attention", np.einsum("qhd,khd->hqk", heads["q"], k) / np.sqrt(m.head_dim))
         scores = np.where(np.tri(tokens, dtype=bool), scores, -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
-        context = np.einsum("hqk,khd->qhd", scores / scores.sum(-1, keepdims=True), v)
+        context = np.einsum("hqk,khd->qhd", self._midway("attention", scores / scores.sum(-1, keepdims=True)), v)
         return self._linear(f"{at}.o_proj", self._keep(f"{at}.o_proj:input.0", context.reshape(tokens, -1)))
 
     def _rope(self, x: np.ndarray) -> np.ndarray:
@@ -155,4 +167,6 @@ class Forward:
         angle = np.arange(len(x))[:, None] / self.model.rope_theta ** (np.arange(half) / half)
         cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
         left, right = x[..., :half], x[..., half:]
-        return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+        part = [(left, cos), (right, sin), (right, cos), (left, sin)]
+        a, b, c, d = (self._midway("rope", x * turn) for x, turn in part)
+        return np.concatenate([a - b, c + d], axis=-1)

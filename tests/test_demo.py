@@ -36,7 +36,7 @@ def test_the_demo_succeeds_and_says_so(demo: tuple[subprocess.CompletedProcess[s
     assert "healthy: consistent" in lines
     assert "broken: divergent" in lines
     assert f"injected: model.layers.2.mlp.down_proj.weight x 1.03 in {folder / 'model-broken'}" in lines
-    assert "named by the report: layers.2.mlp.down_proj:output.0, the module that was broken" in lines
+    assert "named by the report: scaled-weight in layers.2.mlp.down_proj of side b, which is what was broken" in lines
 
 
 def test_the_demo_shows_the_commands_it_runs(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:

@@ -39,33 +39,39 @@ def problems(outcomes: list[Outcome]) -> str:
     return "\n".join(f"{outcome.case}: {missed(outcome)}" for outcome in outcomes if missed(outcome))
 
 
+@pytest.mark.slow
 def test_every_visible_fault_is_seen(outcomes: list[Outcome]) -> None:
     found = totals(outcomes)
     assert found.visible >= 60
     assert found.seen == found.visible, problems(outcomes)
 
 
+@pytest.mark.slow
 def test_the_right_module_comes_first(outcomes: list[Outcome]) -> None:
     found = totals(outcomes)
     assert found.module_first >= MIN_MODULE * found.visible, problems(outcomes)
 
 
+@pytest.mark.slow
 def test_the_right_cause_is_among_the_first_three(outcomes: list[Outcome]) -> None:
     found = totals(outcomes)
     assert found.cause_listed >= MIN_CAUSE * found.visible, problems(outcomes)
 
 
+@pytest.mark.slow
 def test_a_side_that_is_named_is_the_faulty_one(outcomes: list[Outcome]) -> None:
     found = totals(outcomes)
     assert found.sided >= 0.5 * found.visible
     assert found.side_right == found.sided, problems(outcomes)
 
 
+@pytest.mark.slow
 def test_what_numbers_cannot_show_a_gate_finds(outcomes: list[Outcome]) -> None:
     found = totals(outcomes)
     assert found.caught == found.gated, problems(outcomes)
 
 
+@pytest.mark.slow
 def test_a_fault_that_is_said_to_be_invisible_is(outcomes: list[Outcome]) -> None:
     """Where no gate can find it either, it must move the layer by no more than healthy pairs differ (1.5 floors)."""
     silent = [outcome for outcome in outcomes if outcome.effect is not None and not outcome.case.fault.gate]
@@ -73,11 +79,13 @@ def test_a_fault_that_is_said_to_be_invisible_is(outcomes: list[Outcome]) -> Non
         assert (outcome.effect or 0.0) < 1.5, f"{outcome.case}: {outcome.effect}"
 
 
+@pytest.mark.slow
 def test_what_is_no_fault_is_not_called_one(outcomes: list[Outcome]) -> None:
     found = totals(outcomes)
     assert found.benign and found.cleared == found.benign, problems(outcomes)
 
 
+@pytest.mark.slow
 def test_healthy_pairs_have_no_suspect(bench: Bench) -> None:
     assert [found for found in controls(bench) if found[1] not in ("identical", "consistent") or found[2]] == []
 

@@ -14,6 +14,7 @@ from synthetic_model import Tiny
 from probe.compare.floors.quantised import STEP, declared
 from probe.compare.floors.ratio import golden_ratio
 from probe.compare.judge import MEASURED, MODELLED, QUANTISED, REPEATED
+from probe.compare.merge import CanonicalReader
 from probe.compare.run import compare_dumps
 from probe.errors import UsageError
 from probe.store.dtypes import round_to
@@ -296,3 +297,25 @@ def test_a_folder_that_is_no_dump_is_refused(tmp_path):
     for option in ("floor", "golden"):
         with pytest.raises(DumpError):
             compare_dumps(*paths, **{option: Path(tmp_path / "nowhere")})
+
+
+@pytest.mark.parametrize("option", ["floor", "golden"])
+def test_a_third_dump_is_read_block_by_block(compare, monkeypatch, option):
+    third = {"floor": replace(ROLLOUT, noise=4), "golden": GOLDEN}[option]
+    want = compare(ROLLOUT, ACTOR, **{option: third})
+    sizes, read_bits = [], CanonicalReader.read_bits
+
+    def watched(self, source, rows=None):
+        values, bits = read_bits(self, source, rows)
+        sizes.append((len(values), values.size))
+        return values, bits
+
+    monkeypatch.setattr(CanonicalReader, "read_bits", watched)
+    monkeypatch.setattr("probe.compare.figures.BLOCK_VALUES", 256)
+    got = compare(ROLLOUT, ACTOR, **{option: third})
+    assert all(rows <= 2 or values <= 256 for rows, values in sizes)
+    for left, right in zip(got["layers"], want["layers"], strict=True):
+        assert left["floor"] == pytest.approx(right["floor"], rel=1e-6) and left["verdict"] == right["verdict"]
+        assert (left["golden"] is None) == (right["golden"] is None)
+        if left["golden"]:
+            assert left["golden"]["error_a"] == pytest.approx(right["golden"]["error_a"], rel=1e-6)

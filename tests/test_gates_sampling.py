@@ -10,11 +10,13 @@ import pytest
 from synthetic_dumps import Scenario, actor, opened
 from test_gates import set_logprobs
 
-from probe.compare.sampling_fits import Rows, explain, shift_between, zero_filled
+from probe.compare.judge import ROUNDING
+from probe.compare.sampling_fits import Rows, explain, one_rounding, scores, shift_between, zero_filled
 from probe.compare.sampling_gate import sampling_gate
 from probe.compare.sequences import join_sequences
 from probe.compare.side import Side, read_sides
 from probe.metrics import logprobs_from_logits
+from probe.store.dtypes import round_to
 
 LONG = [(f"p{n}", np.random.default_rng(n).integers(0, 50, 40), 8) for n in range(4)]
 
@@ -158,6 +160,25 @@ def test_log_probs_of_another_pass_lie_beyond_fp32(make):
     set_logprobs(case.sides[0], lambda logits: logits, lambda logprob: logprob + 0.05 * rng.normal(size=logprob.shape))
     found = case.gate.findings[0]
     assert (case.gate.status, found.cause, found.side) == ("fail", "logprob-source", "a")
+
+
+@pytest.mark.parametrize(("nats", "status"), [(0.02, "pass"), (0.5, "fail")])
+def test_log_probs_of_another_pass_lie_beyond_the_rounding_of_bf16_logits(tmp_path, nats, status):
+    """GIVEN bf16 logits, one rounding of which moves a log-prob by some 0.01 nats, WHEN log-probs are further off."""
+    case = Case(tmp_path, Scenario(dtype="bfloat16"), actor(dtype="bfloat16", engine_logprobs=True))
+    rng = np.random.default_rng(0)
+    with case.a, case.b:
+        set_logprobs(case.sides[0], lambda logits: logits, lambda value: value + nats * rng.normal(size=value.shape))
+        assert case.gate.status == status
+        assert [finding.cause for finding in case.gate.findings] == ["logprob-source"] * (status == "fail")
+
+
+def test_one_rounding_of_logits_and_log_probs_is_what_rounding_them_measures():
+    rng = np.random.default_rng(0)
+    logits, tokens = 6 * rng.normal(size=(500, 200)), rng.integers(0, 200, 500)
+    rounded = round_to(scores(round_to(logits, "bfloat16").astype(np.float64), tokens), "bfloat16")
+    measured = float(np.sqrt(np.mean(np.square(rounded - scores(logits, tokens)))))
+    assert one_rounding(logits, tokens, ROUNDING["bfloat16"]) == pytest.approx(measured, rel=0.25)
 
 
 def test_log_probs_of_something_else_are_told_as_such(make):

@@ -185,6 +185,26 @@ def test_each_kind_of_change_has_its_cause_and_its_parameter(gate_of, change, ca
     assert str(first.figures["parameter"]).startswith(subject) and subject in first.text
 
 
+def alone(x: np.ndarray, dtype: str) -> dict[str, Weight]:
+    return {DOWN: Weight(DOWN, DOWN, x.shape, dtype, sketch_rows(round_to(x, dtype).astype(np.float64)))}
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.97, 1.03, 2.0, -1.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_scaled_copy_is_scaled_to_within_one_rounding(dtype, factor):
+    x = round_to(np.random.default_rng(0).normal(size=(64, 128)), dtype).astype(np.float64)
+    found = compare_weights(alone(x, dtype), alone(factor * x, dtype))[0]
+    assert found.cause == "scaled-weight" and found.figures["factor"] == pytest.approx(factor, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [0.02, 0.1, 0.2, 0.38, 0.58, 0.8])  # 0.38 and 0.58: squares grow to 8/7 and 4/3
+def test_noise_on_a_weight_is_no_missing_shard(size):
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(64, 128))
+    noisy = x + size * rng.normal(size=x.shape)
+    assert compare_weights(alone(x, "bfloat16"), alone(noisy, "bfloat16"))[0].cause == "stale-weights"
+
+
 def test_equal_weights_and_a_difference_of_dtype_give_no_finding(gate_of, tmp_path):
     assert gate_of(None).findings == ()
     a = opened(tmp_path / "c", Scenario(sketched=fine))

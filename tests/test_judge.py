@@ -158,6 +158,13 @@ def test_overall_verdict(modules, gates, tokens, coverage, expected):
     assert overall(modules, PASS | gates, tokens, coverage, 0.9) == expected
 
 
+def test_log_probs_of_another_distribution_are_suspect_although_logits_agree():
+    agreeing = (["consistent"] * 100, PASS, 0.0, 1.0, 0.9)
+    assert overall(*agreeing) == "consistent"
+    assert overall(*agreeing, other_distribution=True) == "suspect"
+    assert overall(["divergent"], *agreeing[1:], other_distribution=True) == "divergent"
+
+
 # -- floors that were not modelled ------------------------------------------------------------------------------------
 
 

@@ -209,7 +209,8 @@ def test_ids_that_do_not_follow_from_the_logits_are_a_fault_of_the_router(tmp_pa
     report, layers = compare(tmp_path, a, b)
     assert report["verdict"] == "divergent"
     entry = layers["layers.0.mlp.router:ids"]
-    assert entry["verdict"] == "divergent" and "not by rounding" in entry["reason"]
+    assert entry["verdict"] == "divergent"
+    assert "side b: other experts than its own logits choose, not by rounding, at position 4" in entry["reason"]
     assert report["first_divergence"] == {
         "name": "layers.0.mlp.router", "slot": "ids", "position": 4, "sequence": "s0",
     }  # fmt: skip

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from probe.compare.moe import routing
+from probe.compare.moe.biased import BiasBounds, expert_groups, scores_of
 from probe.compare.moe.routing import RoutingRule
 
 CONFIG = {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -102,3 +103,42 @@ def test_weights_without_normalisation_are_those_of_the_softmax_over_all():
     assert ids.tolist() == [[0, 1]]
     assert np.allclose(weights, softmax[:, :2])
     assert np.allclose(routing.route(logits, RoutingRule(2, True))[1], softmax[:, :2] / softmax[:, :2].sum())
+
+
+# -- a router with a bias ---------------------------------------------------------------------------------------------
+
+
+def biased_choices(bias_b: float, count: int = 400) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distances of side b's flips: its logits are a's but for rounding, its bias is ``bias_b`` times a's."""
+    rng = np.random.default_rng(7)
+    logits, bias = rng.normal(size=(count, 8)), 0.4 * rng.normal(size=8)
+    scores, sets = [scores_of(logits), scores_of(logits + 2e-2 * rng.normal(size=logits.shape))], []
+    for values, factor in zip(scores, (1.0, bias_b)):
+        ids = np.argsort(-(values + factor * bias), axis=1)[:, :3]
+        sets.append(routing.membership(ids, 8))
+    bounds = BiasBounds(expert_groups({"model_type": "deepseek_v3"}, 8))
+    for values, members in zip(scores, sets):
+        bounds.learn(values, members)
+    apart = np.maximum(bounds.distance(scores[0], sets[0], sets[1]), bounds.distance(scores[1], sets[1], sets[0]))
+    return apart, (sets[0] != sets[1]).any(axis=1)
+
+
+def test_a_bias_that_the_dumps_do_not_hold_explains_flips_that_the_logits_alone_do_not():
+    apart, flipped = biased_choices(1.0)
+    assert flipped.any() and apart.max() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("factor", [0.0, 2.0, 0.5])
+def test_flips_of_another_bias_contradict_the_other_choices(factor):
+    apart, flipped = biased_choices(factor)
+    assert (apart[flipped] > 0.05).mean() > 0.8 and not apart[~flipped].any()
+
+
+def test_a_model_without_such_a_bias_and_experts_in_groups():
+    assert expert_groups({"model_type": "mixtral"}, 8) is None
+    assert expert_groups({"model_type": "deepseek_v3", "n_group": 4}, 8).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    bounds = BiasBounds(np.array([0, 0, 1, 1]))
+    bounds.learn(np.array([[0.9, 0.1, 0.2, 0.8]]), np.array([[True, False, False, True]]))
+    assert np.isfinite(bounds.least).sum() == 2  # only within a group
+    uneven = np.array([[True, True, False, False]]), np.array([[True, False, False, False]])
+    assert np.isinf(bounds.distance(np.zeros((1, 4)), *uneven))

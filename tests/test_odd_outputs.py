@@ -243,7 +243,7 @@ BATCHES = {
     "length padded to a multiple": batch(multiple=16),
     "left, padded to a multiple": batch("left", multiple=8),
     "left, positions count padding": batch("left", positions=lambda i, m: torch.arange(i.shape[1]).expand_as(i)),
-    "left, positions skip padding": batch("left", positions=lambda i, m: (m.cumsum(1) - 1).clamp(min=1)),
+    "left, positions skip padding": batch("left", positions=lambda i, m: (m.cumsum(1) - 1).masked_fill(m == 0, 1)),
     "M-RoPE, right": batch("right", positions=lambda ids, mask: mrope_batch("right")),
     "M-RoPE, left": batch("left", positions=lambda ids, mask: mrope_batch("left")),
     "M-RoPE and the text index": batch("left", positions=lambda i, m: with_text_row(mrope_batch("left"), m)),

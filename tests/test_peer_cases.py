@@ -139,11 +139,11 @@ class Kernels(Forward):
             super()._rope(x) if kernel is None else kernel(x, self.model.rope_theta, f"{at}:output.0" not in self.out)
         )
 
-    def _keep(self, label: str, values: np.ndarray) -> np.ndarray:
+    def _keep(self, label: str, values: np.ndarray, *, exact: bool = False) -> np.ndarray:
         kernel = self._kernel(label)
         if kernel is not None:
             values = kernel(self.out, ".".join(label.split(".")[:2]), values)
-        return super()._keep(label, values)
+        return super()._keep(label, values, exact=exact)
 
 
 def bf16(values: np.ndarray) -> np.ndarray:

@@ -31,6 +31,7 @@ from transformers.activations import ACT2FN
 from probe import PrecisionDebugger
 from probe.cli.main import run as run_cli
 from probe.compare.evidence import BROKEN, FINE, SUSPECT
+from probe.compare.replay.base import explained
 from probe.compare.replay.faults import round_float8
 from probe.compare.replay.figures import figures_of, words_of
 from probe.compare.replay.inputs import choose_keys
@@ -202,6 +203,8 @@ UP, DOWN = (f"layers.{FAULTY}.mlp.{name}_proj:output.0" for name in ("up", "down
 ACTIVE, LAYER = f"layers.{FAULTY}.mlp.down_proj:input.0", f"layers.{FAULTY}:output.0"
 POST = f"layers.{FAULTY}.post_attention_layernorm:output.0"
 
+NAMELESS = "an activation that no config names"
+
 SMALL: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "scaled 1.03": (weight("mlp.down_proj", lambda w: w.mul_(1.03)), DOWN, "scale"),
     "scaled 1.005": (weight("mlp.down_proj", lambda w: w.mul_(1.005)), DOWN, "scale"),
@@ -229,6 +232,7 @@ LARGE: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "NaN": (output("mlp.down_proj", one_nan), DOWN, "nan"),
     "gelu": (activation("gelu"), ACTIVE, "activation"),
     "gelu tanh": (activation("gelu_pytorch_tanh"), ACTIVE, "activation"),
+    NAMELESS: (lambda model: setattr(layer(model).mlp, "act_fn", torch.nn.Hardswish()), ACTIVE, "activation"),
     "no residual": (without_input, LAYER, "missing-residual"),
 }
 
@@ -243,7 +247,7 @@ def test_a_fault_is_found_in_its_module_alone_and_named_in_bf16(tmp_path, models
     assert list(found) == [label] and found[label][0] == cause, found
 
 
-@pytest.mark.parametrize("name", ["scaled 1.005", "fp8 weight", "norm in bf16", "partial sums", "gelu"])
+@pytest.mark.parametrize("name", ["scaled 1.005", "fp8 weight", "norm in bf16", "partial sums", "gelu", NAMELESS])
 def test_a_fault_is_found_and_named_in_fp32(tmp_path, models, checkpoint, name):
     plant, label, cause = {**SMALL, **LARGE}[name]
     model = models("float32")
@@ -467,6 +471,15 @@ def test_float8_rounding_is_exact_on_every_code_and_nearest_between():
         assert np.array_equal(np.abs(round_float8(between, name) - between), nearest)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "enough"),
+    [(300, 99, True), (300, 101, False), (2.65, 1.04, True), (2.65, 1.4, False), (1.2, 1.02, True), (1.2, 1.1, False)],
+)
+def test_a_hypothesis_explains_most_of_what_is_beyond_rounding(before, after, enough):
+    """A fault and rounding add in squares: with a large error a third may be left, with a small one about a band."""
+    assert explained(before, after) is enough
+
+
 def test_activations_agree_with_torch():
     x = np.linspace(-12, 12, 4001)
     for name, function in ACTIVATIONS.items():
@@ -522,6 +535,8 @@ def test_words_follow_the_band_and_the_kinds_own_level():
     assert words_of(everywhere, everywhere) == [BROKEN] * 6
     apart = np.where(np.arange(6) == 4, 0.99, 0.4)  # within its band, far from its kind
     assert words_of(apart, apart)[4] == SUSPECT
+    last_bits = np.where(np.arange(6) == 4, 7e-4, 0.0)  # an exact replay, but for one sum near a tie
+    assert words_of(last_bits, last_bits) == [FINE] * 6
 
 
 # -- real engines -----------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ def test_a_dump_of_one_process_has_no_copies(tmp_path):
         "name": "replicas",
         "status": "skipped",
         "detail": "no row is stored by more than one rank",
+        "findings": [],
     }
 
 

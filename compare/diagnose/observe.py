@@ -173,6 +173,11 @@ class Observed:
         fine = sum(0.02 * growth < entry.judgement.ratio < 3 * growth for entry in after)
         return fine / len(after) if after and growth > 8 else 0.0
 
+    @property
+    def alone(self) -> bool:
+        """Tell whether this is the only broken one of the replayed modules: others compute as finely as they should."""
+        return {found.label for found in self.e.replays.broken()} == {self.label}
+
     # -- the sides --------------------------------------------------------------------------------------------------
 
     @property

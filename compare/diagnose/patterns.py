@@ -84,7 +84,7 @@ def _unrelated(seen: Observed) -> bool:
 
 
 def _coarse_all_along(seen: Observed) -> bool:
-    return seen.coarse and seen.coarse_share > 0.8 and seen.entry.match.place.ops <= FIRST_OPS
+    return seen.coarse and seen.coarse_share > 0.8 and seen.entry.match.place.ops <= FIRST_OPS and not seen.alone
 
 
 def _coarse_here(seen: Observed) -> bool:

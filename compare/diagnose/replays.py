@@ -6,10 +6,7 @@ from probe.compare.diagnose.causes import FITS, LIKELY, PATTERN, PLACE, PLAIN
 from probe.compare.diagnose.leads import REPLAY, Lead, family_of
 from probe.compare.evidence import FINE, Evidence, Replayed
 from probe.compare.names.canonical import module_at_fault
-from probe.compare.replay.base import ROWS
-
-EXPLAINED_FACTOR = 3.0
-"""A hypothesis that leaves less than a third of a replay's error explains part of it (compare/replay/base.py)."""
+from probe.compare.replay.base import ROWS, explained
 
 NEARLY = 2.0
 """Times its band down to which a hypothesis that explains most of an error is good: the rest is another kernel's."""
@@ -81,7 +78,7 @@ def sentence(e: Evidence, found: Replayed) -> str:
     where = next((key for key in figures if figures[key][0] > figures[key][1]), "")
     error, band = figures[where]
     other = e.replays.by_side["b" if found.side == "a" else "a"].get(found.label)
-    beside = f" (side {other.side}: {other.error:.2g})" if other is not None else ""
+    beside = f" (side {other.side}: {other.error:.2g} roundings)" if other is not None else ""
     return (
         f"recomputed from its own input, {found.label} of side {found.side} is off by {error:.3g} roundings{where} "
         f"where {band:.2g} are allowed{beside}"
@@ -93,7 +90,7 @@ def _hypotheses(found: Replayed) -> dict[str, tuple[float, str, float | None]]:
     causes: dict[str, tuple[float, str, float | None]] = {}
     for place, explanation in enumerate(found.explanations):
         fits = explanation.fits or explanation.error <= found.band < found.error
-        partly = found.error / max(explanation.error, 1e-300) >= EXPLAINED_FACTOR
+        partly = explained(found.error / found.band, explanation.error / found.band)
         nearly = partly and explanation.error <= NEARLY * found.band
         confidence = FITS if fits else PLAIN if nearly else LIKELY if partly else PLACE
         text = f"it fits to {explanation.error:.2g} roundings if {explanation.text}"

@@ -10,7 +10,7 @@ import numpy as np
 
 from probe.compare.floors.floors import model_dtypes
 from probe.compare.floors.ratio import BUG, NORMAL, GoldenRatio, golden_ratio
-from probe.compare.floors.twin import Twin, attempt, moved, opened
+from probe.compare.floors.twin import Twin, moved, opened
 from probe.compare.gates import Gate
 from probe.compare.judge import DIVERGENT_FLOORS, Judgement, effective_dtype, modelled_floor
 from probe.compare.match import Match
@@ -20,7 +20,7 @@ from probe.compare.names.canonical import is_routing
 from probe.compare.report.model import counted
 from probe.compare.side import Side
 from probe.errors import UsageError
-from probe.metrics import MANTISSA_BITS, coarser_dtype, measure_pair
+from probe.metrics import MANTISSA_BITS, coarser_dtype
 
 WHAT = "the golden dump"
 UNRELATED = 1.0
@@ -50,9 +50,10 @@ def _require_precise(dtype: str, path: str, a: Side, b: Side) -> None:
     sides = model_dtypes(a, b)
     bits = [MANTISSA_BITS.get(name, 0) for name in (coarser_dtype(*sides), *sides, dtype)]
     if bits[-1] <= bits[0] or bits[-1] < max(bits):
-        problem = f"{WHAT} {path} is in {dtype or 'an unknown dtype'}, no higher precision than {' and '.join(sides)}"
+        own = f"{WHAT} {path} is in {dtype or 'an unknown dtype'}"
         raise UsageError(
-            problem, "make it with probe dump --stage reference --dtype float64 (float32 for half precision)"
+            f"{own}, no higher precision than the sides ({' and '.join(sides)})",
+            "make it with probe dump --stage reference --dtype float64 (float32 for half precision)",
         )
 
 
@@ -64,14 +65,16 @@ def _ratio(entry: Measured, twin: Twin, reader_b: CanonicalReader, a: Side, b: S
     if shared is None:
         return None
     _, mine, theirs = np.intersect1d(join.index_a, shared.index_a, assume_unique=True, return_indices=True)
-    x = attempt(lambda: twin.read_side(match.source_a))
-    y, g = attempt(lambda: reader_b.read(match.source_b)), attempt(lambda: twin.read(match.label))
-    if not len(mine) or x is None or y is None or g is None or len({v.shape[1:] for v in (x, y, g)}) != 1:
+    if not len(mine):
         return None
-    reference = g[shared.index_b[theirs]]
     routed = bool(a.shape.experts or b.shape.experts)
-    pairs = ((x, join.index_a), (y, join.index_b))
-    errors = [moved(measure_pair(values[index[mine]], reference), routed=routed) for values, index in pairs]
+    errors = []
+    for source, rows, reader in ((match.source_a, join.index_a, None), (match.source_b, join.index_b, reader_b)):
+        pair = replace(shared, index_a=rows[mine], index_b=shared.index_b[theirs])
+        metrics = twin.measure(source, match.label, pair, reader)
+        if metrics is None:
+            return None
+        errors.append(moved(metrics, routed=routed))
     floors = [_floor(side, match) for side in (a, b)]
     if not np.isfinite(errors).all():
         return None
@@ -119,7 +122,8 @@ def _gate(measured: Sequence[Measured], a: Side, b: Side, path: str) -> Gate:
     worse = {side: [e.match.label for e, g in found if g.side == side and g.verdict != NORMAL] for side in "ab"}
     bugs = sum(g.verdict == BUG for _, g in found)
     if not any(worse.values()):
-        return Gate("golden", "pass", f"both sides are equally far from {path} in {counted(len(found), 'tensor')}")
+        whole = counted(len(found), "tensor")
+        return Gate("golden", "pass", f"neither side is clearly farther from {path} than the other in any of {whole}")
     parts = [
         f"side {side} is farther in {counted(len(labels), 'tensor')}, first {labels[0]}"
         for side, labels in worse.items()

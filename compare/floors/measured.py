@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from probe.compare.figures import measure_rows
 from probe.compare.floors.floors import MEASURED, REPEATED, Floors
-from probe.compare.floors.twin import Twin, attempt, moved, opened
+from probe.compare.floors.twin import Twin, moved, opened
 from probe.compare.gates import Gate, GateFinding
 from probe.compare.judge import DIVERGENT_RISE, ROUNDING, effective_dtype, modelled_floor
 from probe.compare.match import Match
@@ -45,6 +44,8 @@ def measure_floors(a: Side, b: Side, matches: Sequence[Match], path: str | Path 
         return Floors(a, b), []
     with opened(path, WHAT) as dump:
         name, side = side_of(dump, a, b)
+        if dump.path.resolve() == side.dump.path.resolve():
+            raise UsageError(f"{WHAT} {dump.path} is side {name} itself", "run that side again, or with dump --noise")
         noise = bool(dump.manifest.get("noise"))
         twin = Twin(side, dump, WHAT)
         _require_same_weights(side, twin)
@@ -95,11 +96,9 @@ def _measure(twin: Twin, matches: Sequence[tuple[Match, Source]], noise: bool) -
     reduction = max(side.shape.hidden, side.shape.intermediate)
     for match, source in matches:
         join = None if is_routing(match.label) or match.proposal else twin.rows(source, match.label)
-        x = attempt(lambda s=source: twin.read_side(s)) if join else None  # type: ignore[misc]
-        y = attempt(lambda m=match: twin.read(m.label)) if join else None  # type: ignore[misc]
-        if join is None or x is None or y is None or x.shape[1:] != y.shape[1:]:
+        metrics = twin.measure(source, match.label, join) if join is not None else None
+        if metrics is None:
             continue
-        metrics = measure_rows(x, y, join, "float32")
         dtype = effective_dtype(side.dtype_of(source), str(side.dump.manifest.get("dtype", "")))
         error = moved(metrics, routed=bool(side.shape.experts))
         floors = error / modelled_floor(dtype, match.place.ops, reduction)

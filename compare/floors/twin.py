@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from probe.compare.align import RowAligner, RowJoin
+from probe.compare.figures import measure_blocks
 from probe.compare.match import SAME_NAME
 from probe.compare.merge import CanonicalReader
 from probe.compare.names.base import Source
@@ -47,15 +49,27 @@ class Twin:
         join = self._aligner.rows(self._readers[0].rows(source), self._readers[1].rows(own))
         return join if len(join.index_a) else None
 
-    def read(self, label: str) -> np.ndarray:
-        """Return the third dump's tensor [rows, features]."""
-        own = self.source(label)
-        assert own is not None
-        return self._readers[1].read(own)
+    def measure(
+        self, source: Source, label: str, join: RowJoin, reader: CanonicalReader | None = None
+    ) -> PairMetrics | None:
+        """Return the figures of rows ``index_a`` of a side's tensor beside rows ``index_b`` of the third dump's.
 
-    def read_side(self, source: Source) -> np.ndarray:
-        """Return the side's tensor [rows, features]."""
-        return self._readers[0].read(source)
+        Both are read block by block. ``reader``: that of another side than this one's. None where the rows of the two
+        are of different lengths, or a tensor cannot be put together: a third dump may lack parts of it.
+        """
+        own = self.source(label)
+        mine, theirs = reader or self._readers[0], self._readers[1]
+        if own is None:
+            return None
+        features = max(mine.features(source), theirs.features(own))
+        try:
+            return measure_blocks(
+                partial(mine.read_bits, source), partial(theirs.read_bits, own), join, "float32", features
+            )
+        except UsageError:
+            raise
+        except ProbeError:
+            return None
 
 
 def moved(metrics: PairMetrics, *, routed: bool) -> float:
@@ -75,13 +89,3 @@ def opened(path: str | Path, what: str) -> Iterator[Dump]:
         if not dump.tensors:
             raise UsageError(f"{what} {path} holds no tensor", "make it with probe dump")
         yield dump
-
-
-def attempt(read: Callable[[], np.ndarray]) -> np.ndarray | None:
-    """Return a tensor, or None where it cannot be put together: a third dump may lack parts of it."""
-    try:
-        return read()
-    except UsageError:
-        raise
-    except ProbeError:
-        return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from probe.compare.figures import Rows
 from probe.compare.judge import ROUNDING, Judgement
 from probe.compare.match import Match, Matching
 from probe.compare.merge import CanonicalReader
+from probe.compare.moe.biased import BiasBounds, expert_groups, scores_of
 from probe.compare.moe.routing import margin, membership, overlap, spread, swap_distance
 from probe.compare.names.base import Source
 from probe.compare.names.canonical import Place, place_of
@@ -149,21 +149,44 @@ class Routing:
             return
         join = self.aligner.rows(self.readers[0].rows(match.source_a), self.readers[1].rows(match.source_b))
         _, here, there = np.intersect1d(found.keys, pack(join.pair, join.position), return_indices=True)
-        d2 = b2 = 0.0
-        for at in _blocks(len(here), found.sets_a.shape[1]):
-            rows, rows_a, rows_b = here[at], join.index_a[there[at]], join.index_b[there[at]]
-            a = self.readers[0].read(match.source_a, rows_a).astype(np.float64)
-            b = self.readers[1].read(match.source_b, rows_b).astype(np.float64)
-            if a.shape[1:] != b.shape[1:] or a.shape[1] != found.sets_a.shape[1]:
+        experts = found.sets_a.shape[1]
+
+        def logits() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+            for at in _blocks(len(here), experts):
+                rows_a, rows_b = join.index_a[there[at]], join.index_b[there[at]]
+                a = self.readers[0].read(match.source_a, rows_a).astype(np.float64)
+                yield here[at], a, self.readers[1].read(match.source_b, rows_b).astype(np.float64)
+
+        bounds, d2, b2 = self._bounds(found), 0.0, 0.0
+        if bounds is not None and found.flipped.any():
+            for rows, a, b in logits():
+                if a.shape == b.shape == (len(rows), experts):
+                    bounds.learn(scores_of(a), found.sets_a[rows])
+                    bounds.learn(scores_of(b), found.sets_b[rows])
+        for rows, a, b in logits():
+            if a.shape[1:] != b.shape[1:] or a.shape[1] != experts:
                 return
-            self._note_logits(found, rows, a, b)
+            self._note_logits(found, rows, a, b, bounds)
             d2, b2 = d2 + float(np.square(a - b).sum()), b2 + float(np.square(b).sum())
         found.logits_rel_l2 = float(np.sqrt(d2 / b2)) if b2 else None
 
-    def _note_logits(self, found: LayerRouting, rows: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
+    def _bounds(self, found: LayerRouting) -> BiasBounds | None:
+        """Return empty bounds of the biases where the choice does not follow from the logits alone."""
+        configs = [(reader.side.dump.manifest.get("model") or {}).get("config") or {} for reader in self.readers]
+        groups = [expert_groups(config, found.sets_a.shape[1]) for config in configs]
+        return next((BiasBounds(known) for known in groups if known is not None), None)
+
+    def _note_logits(
+        self, found: LayerRouting, rows: np.ndarray, a: np.ndarray, b: np.ndarray, bounds: BiasBounds | None
+    ) -> None:
         sets_a, sets_b = found.sets_a[rows], found.sets_b[rows]
         found.margin_a[rows], found.margin_b[rows] = margin(a, found.top_k), margin(b, found.top_k)
-        found.distance[rows] = np.maximum(swap_distance(a, sets_a, sets_b), swap_distance(b, sets_a, sets_b))
+        if bounds is not None:
+            a, b = scores_of(a), scores_of(b)
+            apart = bounds.distance(a, sets_a, sets_b), bounds.distance(b, sets_b, sets_a)
+        else:
+            apart = swap_distance(a, sets_a, sets_b), swap_distance(b, sets_a, sets_b)
+        found.distance[rows] = np.maximum(*apart)
         # what moves two logits past each other; and ties, which each engine's softmax rounds its own way
         ties = 4 * ROUNDING[self.dtype] / ROUNDING["float32"] * np.finfo(np.float32).eps
         largest = np.maximum(np.abs(a).max(axis=1, initial=0), np.abs(b).max(axis=1, initial=0))
@@ -280,7 +303,7 @@ def _blocks(rows: int, features: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-_ATTENDED, _ROUTED = "layers.0.self_attn.o_proj:input.0", "layers.0.mlp.router:weights"
+_ATTENDED, _ROUTED = "layers.0.self_attn.o_proj:input.0", "layers.0.mlp.router:ids"
 _INSIDE = tuple(place.rank[1] for place in (place_of(_ATTENDED, 1), place_of(_ROUTED, 1)) if place is not None)
 """Ranks inside a layer from where on a token has attended to others, and from where on its own experts matter."""
 
@@ -311,86 +334,3 @@ def _faults(found: LayerRouting) -> str:
         f"{int(faults.sum())} of them not by rounding: logits {found.distance[worst]:.2g} apart are swapped where the "
         f"two sides' logits explain {found.allowed[worst]:.2g}"
     )
-
-
-# -- the section of the report ----------------------------------------------------------------------------------------
-
-SHOWN_TOKENS = 50
-"""Flipped tokens that a report lists, the first layers first."""
-
-
-def section(routing: Routing, labels: list[str]) -> dict[str, Any] | None:
-    """Return the report's ``moe`` (docs/report.md), None where no layer's routing is on both sides.
-
-    ``labels``: the label of each sequence pair.
-    """
-    layers = [routing.layers[layer] for layer in sorted(routing.layers) if len(routing.layers[layer].keys)]
-    if not layers:
-        return None
-    tokens = np.unique(np.concatenate([found.keys for found in layers]))
-    flipped = np.unique(np.concatenate([found.keys[found.flipped] for found in layers]))
-    decisions = sum(len(found.keys) for found in layers)
-    return {
-        "layers": [_layer(found) for found in layers],
-        "tokens": len(tokens),
-        "overlap": float(sum(found.overlap.sum() for found in layers)) / decisions,
-        "exact_set_rate": float(sum(int(found.same.sum()) for found in layers)) / decisions,
-        "flip_rate": len(flipped) / len(tokens),
-        "flips": sum(int(found.flipped.sum()) for found in layers),
-        "unexplained": sum(int(found.unexplained.sum()) for found in layers),
-        "ids": {side: _how(layers, number) for number, side in enumerate("ab")},
-        "first_flips": _first_flips(layers, labels),
-    }
-
-
-def _how(layers: list[LayerRouting], side: int) -> str:
-    words = {found.ids[side] for found in layers}
-    return words.pop() if len(words) == 1 else "mixed"
-
-
-def _layer(found: LayerRouting) -> dict[str, Any]:
-    flipped = found.flipped
-    return {
-        "layer": found.layer,
-        "tokens": len(found.keys),
-        "experts": found.sets_a.shape[1],
-        "top_k": found.top_k,
-        "ids": dict(zip("ab", found.ids)),
-        "replayed": dict(zip("ab", found.replayed)),
-        "overlap": float(found.overlap.mean()),
-        "exact_set_rate": float(found.same.mean()),
-        "flips": int(flipped.sum()),
-        "reached": int((flipped & found.reached).sum()),
-        "unexplained": int(found.unexplained.sum()),
-        "margin": {"a": _quantiles(found.margin_a[flipped]), "b": _quantiles(found.margin_b[flipped])},
-        "margin_all": {"a": _quantiles(found.margin_a), "b": _quantiles(found.margin_b)},
-        "logits_rel_l2": found.logits_rel_l2,
-        "weights_l1": found.weights_l1,
-        "load": {"a": found.sets_a.sum(axis=0).tolist(), "b": found.sets_b.sum(axis=0).tolist()},
-    }
-
-
-def _quantiles(margins: np.ndarray) -> dict[str, float] | None:
-    known = margins[np.isfinite(margins)]
-    if not len(known):
-        return None
-    return {name: float(np.quantile(known, q)) for name, q in (("median", 0.5), ("p90", 0.9), ("max", 1.0))}
-
-
-def _first_flips(layers: list[LayerRouting], labels: list[str]) -> list[dict[str, Any]]:
-    """Return each flipped token's first layer, with both sides' experts and margins there; at most SHOWN_TOKENS."""
-    seen: set[int] = set()
-    entries: list[dict[str, Any]] = []
-    for found in layers:
-        for row in np.flatnonzero(found.flipped):
-            key = int(found.keys[row])
-            if key in seen or len(entries) >= SHOWN_TOKENS:
-                continue
-            seen.add(key)
-            pair, position = (int(part[0]) for part in split(found.keys[row : row + 1]))
-            sides = (("a", found.sets_a, found.margin_a), ("b", found.sets_b, found.margin_b))
-            entry = {"sequence": labels[pair], "position": position, "layer": found.layer}
-            for side, sets, margins in sides:
-                entry[side] = {"experts": np.flatnonzero(sets[row]).tolist(), "margin": float(margins[row])}
-            entries.append(entry | {"explained": not bool(found.unexplained[row])})
-    return entries

@@ -34,6 +34,10 @@ NORMALISES: dict[str, bool | None] = {
 families whose ids follow from the logits alone: a bias that corrects the choice (DeepSeek) is no part of them."""
 
 
+SIGMOID = frozenset({"deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1", "kimi_k2", "longcat_flash", "minimax_m2"})
+"""Model types that choose by a sigmoid of each logit plus a bias, within the best groups (DeepSeek-V3)."""
+
+
 def routing_rule(config: Mapping[str, Any]) -> RoutingRule | None:
     """Return the rule of a Hugging Face configuration, None for a family that is not in :data:`NORMALISES`."""
     kind, top_k = config.get("model_type"), config.get("num_experts_per_tok")

@@ -34,10 +34,10 @@ LAYER_TENSORS: tuple[tuple[str, int], ...] = (
     ("layers.{i}.pre_feedforward_layernorm:output.0", 8),
     ("layers.{i}.mlp.gate_proj:output.0", 9),
     ("layers.{i}.mlp.up_proj:output.0", 9),
-    # mixture of experts: router logits, weights and ids of the experts used, then the experts
+    # mixture of experts: router logits, ids of the experts used and their weights, then the experts
     ("layers.{i}.mlp.router:output.0", 9),
-    ("layers.{i}.mlp.router:weights", 9),
     ("layers.{i}.mlp.router:ids", 9),
+    ("layers.{i}.mlp.router:weights", 9),
     ("layers.{i}.mlp.shared_expert_gate:output.0", 9),
     ("layers.{i}.mlp.shared_expert.gate_proj:output.0", 9),
     ("layers.{i}.mlp.shared_expert.up_proj:output.0", 9),

@@ -76,6 +76,10 @@ class Parameters(Protocol):
         """Return rows ``start`` to ``stop`` of a parameter as float64."""
 
 
+EXPLAINED_FACTOR = 3.0
+"""A hypothesis that leaves less than a third of a replay's error beyond rounding explains part of it."""
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """A fault that may explain a broken module.
@@ -85,8 +89,8 @@ class Hypothesis:
     between its neighbours. ``solve``: (context, stored) -> assumptions by closed form, or None where it does not apply:
     ``value`` is the fitted number, ``replaced`` the whole output under the hypothesis, where it is known without
     ``compute``. ``when``: whether the hypothesis makes sense for a context. ``factor``: it explains the module when it
-    brings the error below the band, or down by this factor; ``typical``: of the median row, where a fault rounds so
-    coarsely that a replay cannot foresee the last bit of every row.
+    brings the error below the band, or what lies beyond rounding down by this factor (:func:`explained`); ``typical``:
+    of the median row, where a fault rounds so coarsely that a replay cannot foresee the last bit of every row.
     """
 
     cause: str
@@ -95,8 +99,18 @@ class Hypothesis:
     fit: tuple[str, tuple[float, ...]] | None = None
     solve: Callable[[Context, np.ndarray], Mapping[str, Any] | None] | None = None
     when: Callable[[Context], bool] | None = None
-    factor: float = 3.0
+    factor: float = EXPLAINED_FACTOR
     typical: bool = False
+
+
+def explained(before: float, after: float, factor: float = EXPLAINED_FACTOR) -> bool:
+    """Tell whether a hypothesis explains most of an error, both in bands: before, and what it leaves.
+
+    A fault and rounding add in squares: of the squares beyond one band, which is rounding's, 1 / factor^2 may be left.
+    """
+    if before <= 1:
+        return factor * after <= before
+    return after < before and after <= float(np.hypot(1.0, np.sqrt(before**2 - 1.0) / factor))
 
 
 Compute = Callable[["Context"], Iterable[np.ndarray]]

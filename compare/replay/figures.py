@@ -45,15 +45,18 @@ def figures_of(stored: np.ndarray, difference: np.ndarray, size: np.ndarray, uni
     ``size``: magnitudes that differences are relative to; ``unit``: the relative error of one rounding. Rows whose
     recomputed values are NaN are left out; one in which only the stored values are not finite is infinitely wrong.
     """
-    usable = np.isfinite(size).all(axis=1)
+    smallest = SMALLEST.get(dtype, 0.0) / ROUNDING.get(dtype, 1.0)
+    size = np.broadcast_to(np.maximum(np.abs(size), smallest) if smallest else size, stored.shape)
+    d2, s2 = _squares(difference, "i"), _squares(size, "i")
+    usable = np.isfinite(s2)
     if not usable.any():
         return None
-    bad = usable & ~np.isfinite(difference).all(axis=1)
+    bad = usable & ~np.isfinite(d2)
     good = np.flatnonzero(usable & ~bad)
-    smallest = SMALLEST.get(dtype, 0.0) / ROUNDING.get(dtype, 1.0)
-    d2 = np.square(difference[good])
-    s2 = np.maximum(np.square(np.broadcast_to(size, stored.shape)[good]), smallest**2)
-    rows, columns = (_ratios(d2, s2, axis) / unit for axis in (1, 0))
+    if len(good) < len(stored):
+        difference, size, d2, s2 = difference[good], size[good], d2[good], s2[good]
+    rows = _ratios(d2, s2, stored.shape[1]) / unit
+    columns = _ratios(_squares(difference, "j"), _squares(size, "j"), len(good)) / unit
     whole = float(np.sqrt(d2.sum() / max(s2.sum(), 1e-300))) / unit if len(good) else np.inf
     if bad.any():
         row, worst = int(np.argmax(bad)), np.inf
@@ -68,12 +71,32 @@ def figures_of(stored: np.ndarray, difference: np.ndarray, size: np.ndarray, uni
     return Figures(whole, worst, row, worst_column, column, int(usable.sum()), typical, each)
 
 
-def _ratios(d2: np.ndarray, s2: np.ndarray, axis: int) -> np.ndarray:
-    """Return |d| / |s| of each row (axis 1) or feature (axis 0), small norms raised."""
-    squares = s2.sum(axis)
-    share = min(1.0, max(SMALL_NORM, CHANCE / max(s2.shape[axis], 1) ** 0.5))
-    least = share**2 * float(np.median(squares)) if len(squares) else 0.0
-    return np.asarray(np.sqrt(d2.sum(axis) / np.maximum(np.maximum(squares, least), 1e-300)))
+def relative_rows(stored: np.ndarray, difference: np.ndarray) -> np.ndarray:
+    """Return each row's relative L2 difference, float64 [n]: infinite where a number of it is not finite."""
+    d2, s2 = _squares(difference, "i"), _squares(stored, "i")
+    finite = np.isfinite(d2) & np.isfinite(s2)
+    relative = np.full(len(stored), np.inf)
+    relative[finite] = _ratios(d2[finite], s2[finite], stored.shape[1])
+    return relative
+
+
+def finite_rows(values: np.ndarray) -> np.ndarray:
+    """Return bool [n]: whether all numbers of a row are finite, of float64 far from its largest number."""
+    with np.errstate(invalid="ignore"):
+        return np.isfinite(values.sum(axis=1))
+
+
+def _squares(values: np.ndarray, axis: str) -> np.ndarray:
+    """Return the sum of squares of each row ("i") or feature ("j"), without a copy of float64 [rows, features]."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.einsum(f"ij,ij->{axis}", values, values)
+
+
+def _ratios(d2: np.ndarray, s2: np.ndarray, numbers: int) -> np.ndarray:
+    """Return |d| / |s| of each row or feature from the sums of squares over its ``numbers``, small norms raised."""
+    share = min(1.0, max(SMALL_NORM, CHANCE / max(numbers, 1) ** 0.5))
+    least = share**2 * float(np.median(s2)) if len(s2) else 0.0
+    return np.asarray(np.sqrt(d2 / np.maximum(np.maximum(s2, least), 1e-300)))
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -88,6 +111,11 @@ OWN_KIND, OWN_DEVIATIONS = 1.5, 8.0
 """A module within its band is suspect too where its error is so many times its kind's median, and as many robust
 standard deviations of the logarithm (1.4826 times the median absolute one) above it, among at least 5 layers."""
 
+OWN_LEAST = 1 / 3
+"""Bands below which no module is apart from its kind: half a rounding. A replay that is exact but for last bits, which
+flip where a float32 sum lies near a tie, errs by 2^(1/2) / 0.425 times the root of the share that flips, which is that
+of the sum's error in one spacing (1e-4 in bf16): 0.03 roundings in one layer and none in the next."""
+
 
 def words_of(errors: np.ndarray, excesses: np.ndarray) -> list[str]:
     """Return the word of each module of one kind from its whole-tensor error in bands and its excess."""
@@ -95,6 +123,7 @@ def words_of(errors: np.ndarray, excesses: np.ndarray) -> list[str]:
     logs = np.log(np.maximum(errors, 1e-12))
     spread = max(1.4826 * float(np.median(np.abs(logs - np.median(logs)))), 0.02)
     apart = (logs - np.median(logs) > max(np.log(OWN_KIND), OWN_DEVIATIONS * spread)) & (len(errors) >= 5)
+    apart &= errors > OWN_LEAST
     words = []
     for excess, outlier in zip(excesses, apart):
         broken = excess > BROKEN_EXCESS * level

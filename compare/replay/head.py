@@ -127,8 +127,14 @@ def _log_sum(scores: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def _size(context: Context, computed: np.ndarray) -> np.ndarray:
-    """Return the largest logit: rounding of logits moves log-probs by as much, however small they are."""
-    return np.abs(_scored_logits(context)).max(axis=1, keepdims=True)
+    """Return the magnitudes [n, 1] that are rounded: the largest logit over T, and the log-prob itself.
+
+    Rounding of logits moves log-probs by as much, however small they are. Where the logits are small instead, as in a
+    model that was not trained, the sum's logarithm is not: ln(vocabulary), which is what the log-prob then is.
+    """
+    temperature = engine_semantics(context.side.dump.manifest).temperature
+    largest = np.abs(_scored_logits(context)).max(axis=1, keepdims=True) / max(temperature, TINY)
+    return np.asarray(np.hypot(largest, computed))
 
 
 def _zeros(context: Context, stored: np.ndarray) -> Mapping[str, Any] | None:

@@ -336,6 +336,16 @@ def _offsets(name: str, other: str) -> tuple[Hypothesis, ...]:
     )
 
 
+_TOGETHER = (
+    Hypothesis("position-offset", {"rope_missing": ("q", "k")}, "rope is missing"),
+    # scores keep their distances: only the rounding of the table's other entries shows
+    *(
+        Hypothesis("position-offset", {"position_offset": {"q": step, "k": step}}, f"both are rotated as {how}")
+        for step, how in ((1, "one position later"), (-1, "one position earlier"))
+    ),
+)
+
+
 def rope_hypotheses(names: str, compute: Compute) -> tuple[Hypothesis, ...]:
     """Return the faults of rope that show in q, in k, or in the scores of both (``names``: q, k or qk)."""
     parts = ("q", "k") if names == "qk" else (names,)
@@ -358,7 +368,7 @@ def rope_hypotheses(names: str, compute: Compute) -> tuple[Hypothesis, ...]:
         ),
         Hypothesis("rope-base", {"rope_frequencies": "bfloat16"}, "the rope's frequencies are rounded to bfloat16"),
         *(Hypothesis("position-offset", {"rope_missing": (part,)}, f"{who[part]} not rotated") for part in parts),
-        *((Hypothesis("position-offset", {"rope_missing": ("q", "k")}, "rope is missing"),) if names == "qk" else ()),
+        *(_TOGETHER if names == "qk" else ()),
     )
 
 

@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from probe.compare.moe.routing import NORMALISES
+from probe.compare.moe.routing import NORMALISES, SIGMOID
 from probe.compare.names.common import CORRECTION, ROUTER, ROUTER_IDS, ROUTER_WEIGHTS
 from probe.compare.replay.bands import ROUTING
 from probe.compare.replay.base import Context, Hypothesis, Recipe, Unreplayable
 from probe.compare.side import Side
 from probe.metrics import MANTISSA_BITS
-
-SIGMOID = frozenset({"deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1", "kimi_k2", "longcat_flash", "minimax_m2"})
-"""Model types that choose by a sigmoid of each logit plus a bias, within the best groups (DeepSeek-V3)."""
 
 
 @dataclass(frozen=True)

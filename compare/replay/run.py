@@ -13,12 +13,13 @@ from probe.compare.evidence import BROKEN, FINE, SUSPECT, Replayed, Replays, Row
 from probe.compare.names.base import pattern
 from probe.compare.names.canonical import place_of
 from probe.compare.replay.base import Context, Recipe, Unreplayable
-from probe.compare.replay.explain import Reading, bands_of, explain, read_best
-from probe.compare.replay.figures import words_of
+from probe.compare.replay.explain import Reading, bands_of, explain, read_best, settled
+from probe.compare.replay.figures import relative_rows, words_of
 from probe.compare.replay.inputs import LOG_PROBS, StoredTensors, choose_keys
 from probe.compare.replay.recipes import RECIPES
 from probe.compare.replay.weights import Found, find_parameters
 from probe.compare.side import Side
+from probe.errors import CheckpointError
 
 MULTIPLICATIONS = 2e11
 """Multiplications of one side's replay: about 20 s of one core. A larger model is replayed on fewer rows."""
@@ -29,6 +30,9 @@ FEATURES = 1 << 22
 
 EXPLAINED = 32
 """Modules of a side that hypotheses are tried on: half of them the first in execution order, half the worst."""
+
+
+OTHER_CHECKPOINT = "give the checkpoint that ran; two runs of other weights agree or not without it"
 
 
 @dataclass
@@ -48,7 +52,7 @@ def replay_sides(
     ``weights``: the checkpoint, None for the one that the manifest names; ``prefer``: for each side canonical label ->
     the rows to replay before others. Raises CheckpointError for ``weights`` that cannot be read.
     """
-    result = Replays()
+    result, foreign = Replays(), dict[str, str]()
     for name, side, rows in (("a", a, prefer[0]), ("b", b, prefer[1])):
         done = replay_side(side, name, weights, rows)
         result.by_side[name], result.skipped[name] = done.modules, done.skipped
@@ -56,6 +60,9 @@ def replay_sides(
             result.weights[name] = done.found.words
         if done.found.why_not:
             result.why_not[name] = done.found.why_not
+        foreign[name] = done.found.foreign
+    if all(foreign.values()):
+        raise CheckpointError(f"{weights} holds the weights of neither side: {foreign['a']}", OTHER_CHECKPOINT)
     return result
 
 
@@ -67,10 +74,12 @@ def replay_side(
     tensors = StoredTensors(side)
     skipped: dict[str, str] = {}
     read: dict[str, tuple[Recipe, Context, Reading]] = {}
+    settled_at: dict[str, float] = {}
     for label, recipe, values in _targets(side, tensors):
         try:
             context = _context(side, label, recipe, values, found, tensors, (prefer or {}).get(label))
-            reading = read_best(recipe, context)
+            enough = settled_at.get(recipe.output, 0.0)
+            reading = read_best(recipe, context, enough)
         except Unreplayable as why:
             skipped[label] = str(why)
             continue
@@ -78,6 +87,8 @@ def replay_side(
             skipped[label] = "no row was stored with all its inputs"
         else:
             read[label] = recipe, replace(context, memory={}), replace(reading, values=np.zeros(0))
+            if reading.first > enough:  # all readings were tried
+                settled_at[recipe.output] = settled(reading)
     return SideReplay(_judged(name, read), skipped, found)
 
 
@@ -184,6 +195,7 @@ def _replayed(
         explanations=explanations,
         keys=context.keys,
         each_row=figures.each_row,
+        relative_rows=np.zeros(0) if word == FINE else relative_rows(context.value(label), reading.difference),
     )
     return replace(found, reason=_reason(found)) if word in (BROKEN, SUSPECT) else found
 
@@ -198,6 +210,8 @@ def _reason(found: Replayed) -> str:
     )
     value, band, where = max(figures, key=lambda entry: entry[0] / entry[1])
     text = f"{value:.3g} roundings{where} where {band:.3g} are allowed"
+    if found.kind == "router ids":  # a number of roundings says nothing of an id
+        text = f"other experts than its own logits choose, not by rounding, at {position}"
     if found.explanations:
         text += f": {found.explanations[0].text}"
     return text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,10 @@ from probe.compare.replay.rope import ANGLE, fineness
 from probe.store.dtypes import round_to, widen
 
 CELLS = 1 << 21
-"""Scores held at a time: 16 MiB in float64, times the five arrays of their shape that a block needs."""
+"""Scores held at a time at most: 16 MiB in float64, times the five arrays of their shape that a block needs."""
+CACHED, LEAST_QUERIES = 1 << 15, 16
+"""Scores held at a time where sequences are short: 256 KiB in float64, which a core's cache holds; but those of so many
+queries if CELLS allows it, because a matrix product with fewer rows is slow."""
 Round = Callable[[np.ndarray], np.ndarray]
 
 
@@ -75,11 +79,11 @@ def attend(q: Rows, k: Rows, v: Rows, core: Core, precision: Precision) -> tuple
         span = slice(*np.searchsorted(k.sequence, [sequence, sequence + 1]))
         there = rows[_complete(q.position[rows], k.position[span], core)]
         for some, group, of_group in _blocks(there, heads, k.values.shape[1], span.stop - span.start, core.tile):
-            keys, values = k.values[span, group], v.values[span, group]
-            hidden = _hidden(q.position[some], k.position[span], core)
+            seen, hidden = _seen(_hidden(q.position[some], k.position[span], core), span.start)
+            keys, values = k.values[seen, group], v.values[seen, group]
             block, part = q.values[some][:, of_group], precision
             if precision.turns is not None:
-                part = replace(precision, turns=(precision.turns[0][some], precision.turns[1][span]))
+                part = replace(precision, turns=(precision.turns[0][some], precision.turns[1][seen]))
             context, spread = _attend(block, keys, values, hidden, core, part)
             result[np.ix_(some, of_group)], noise[np.ix_(some, of_group)] = context, spread
     return result, noise
@@ -90,7 +94,8 @@ def _blocks(
 ) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
     """Yield (rows, group, the query heads of that group) so that rows x heads x keys stays within CELLS."""
     each = heads // groups
-    size = max(1, CELLS // max(1, each * keys))
+    wide = max(1, each * keys)
+    size = max(1, min(CELLS // wide, max(LEAST_QUERIES, CACHED // wide)))
     for group in range(groups):
         members = np.arange(group, heads, groups) if tile else np.arange(group * each, (group + 1) * each)
         for start in range(0, len(rows), size):
@@ -112,6 +117,13 @@ def _hidden(queries: np.ndarray, keys: np.ndarray, core: Core) -> np.ndarray:
     return np.asarray(hidden | (gap >= core.window)) if core.window else hidden
 
 
+def _seen(hidden: np.ndarray, start: int) -> tuple[slice, np.ndarray]:
+    """Return the keys, numbered from ``start``, between the first and the last that any query sees, and their mask."""
+    any_sees = np.flatnonzero(~hidden.all(axis=0))
+    first, stop = (int(any_sees[0]), int(any_sees[-1]) + 1) if len(any_sees) else (0, hidden.shape[1])
+    return slice(start + first, start + stop), hidden[:, first:stop]
+
+
 def _attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, hidden: np.ndarray, core: Core, precision: Precision
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -122,7 +134,8 @@ def _attend(
     if core.cap:
         scores = step(core.cap * step(np.tanh(step(scores / core.cap))))
     raw = scores
-    scores = np.where(hidden[:, None, :], -np.inf, scores)
+    scores = raw.copy()
+    np.copyto(scores, -np.inf, where=hidden[:, None, :])
     scores -= scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores)
     weights /= weights.sum(axis=-1, keepdims=True)
@@ -133,8 +146,12 @@ def _attend(
 
 
 ACCUMULATION = 0.25
-"""Variance of a float32 sum of n terms, in squared roundings of its terms per term: measured on matrix products of
-torch and MKL of 64 to 2,048 terms, docs/replay.md."""
+"""Variance of a float32 sum of n terms, in squared roundings of its terms per term. Set by hand, then checked: with it
+healthy attention stays within the bands that docs/replay.md gives."""
+
+FLOAT32_RANGE = 1e-15, 1e8
+"""Magnitudes of queries times keys (upper) and of values (both) between which the noise is computed in float32: its
+squares and their products are then far from overflow and underflow."""
 
 
 def _noise(
@@ -156,25 +173,45 @@ def _noise(
     count, of which there are 1 / sum P_j^2.
     """
     fine = fineness(precision.dtype)
-    squares = fine**2 * ACCUMULATION * q.shape[-1] * (np.square(q) @ np.square(k).T)
+    kind = _noise_dtype(q, k, v)
+    q2, k2, v2 = (np.square(x).astype(kind) for x in (q, k, v))
+    of_q, of_k = np.full((), fine**2 * ACCUMULATION * q.shape[-1], kind), None
     if precision.turns is not None:
-        of_q, of_k = (1 + fine**2 * ANGLE * np.square(turn) for turn in precision.turns)
-        squares += (np.square(q) * of_q[:, None]) @ np.square(k).T + np.square(q) @ (np.square(k) * of_k).T
-    with np.errstate(invalid="ignore"):
-        exponent = np.where(weights > 0, np.square(scores[1]) + 2 * np.square(scores[0]), 0.0)
-    slope = np.square(1 - np.square(scores[0] / core.cap)) if core.cap else 1.0  # of the cap: c tanh(s / c)
-    error = 1.0 + core.scale**2 * slope * squares + fine**2 * exponent
-    spread = np.square(weights)
-    effective = 1 / np.maximum(spread.sum(axis=-1, keepdims=True), 1e-300)
-    carried = _around(spread * error, v, context)
-    accumulated = fine**2 * ACCUMULATION * effective * (np.square(context) + spread @ np.square(v))
-    return np.asarray(np.sqrt(carried + accumulated))
+        turned_q, of_k = ((1 + fine**2 * ANGLE * np.square(turn)).astype(kind) for turn in precision.turns)
+        of_q = of_q + turned_q[:, None]
+    squares = (q2 * of_q) @ k2.T
+    if of_k is not None:
+        squares += q2 @ (k2 * of_k).T
+    raw, away = (x.astype(kind) for x in scores)
+    if core.cap:
+        squares *= np.square(1 - np.square(raw / kind(core.cap)))  # the slope of the cap: c tanh(s / c)
+    spread = np.square(weights.astype(kind))
+    exponent = np.square(away, out=away)
+    exponent += 2 * np.square(raw, out=raw)
+    np.copyto(exponent, 0, where=spread == 0)  # a hidden key's is infinite
+    squares *= kind(core.scale**2)
+    exponent *= kind(fine**2)
+    squares += exponent
+    squares += 1
+    squares *= spread
+    effective = 1 / np.maximum(spread.sum(axis=-1, keepdims=True), np.finfo(kind).tiny)
+    center = context.astype(kind)
+    carried = _around(squares, v.astype(kind), v2, center)
+    accumulated = kind(fine**2 * ACCUMULATION) * effective * (np.square(center) + spread @ v2)
+    return np.asarray(np.sqrt(carried + accumulated), np.float64)
 
 
-def _around(weights: np.ndarray, v: np.ndarray, context: np.ndarray) -> np.ndarray:
-    """Return sum_j w_j (v_j - context)^2 of each feature, [n, h, e]."""
-    squares = weights @ np.square(v) - 2 * context * (weights @ v)
-    return np.maximum(squares + weights.sum(axis=-1, keepdims=True) * np.square(context), 0.0)
+def _noise_dtype(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> type[np.floating[Any]]:
+    """Return float32, which is fine enough for a noise, where no square of these can overflow or vanish in it."""
+    scores, values = np.abs(q).max(initial=0.0) * max(1.0, np.abs(k).max(initial=0.0)), np.abs(v).max(initial=0.0)
+    inside = scores < FLOAT32_RANGE[1] and FLOAT32_RANGE[0] < values < FLOAT32_RANGE[1]
+    return np.float32 if inside else np.float64
+
+
+def _around(weights: np.ndarray, v: np.ndarray, v2: np.ndarray, context: np.ndarray) -> np.ndarray:
+    """Return sum_j w_j (v_j - context)^2 of each feature, [n, h, e]; ``v2``: the squares of v."""
+    squares = weights @ v2 - 2 * context * (weights @ v)
+    return np.maximum(squares + weights.sum(axis=-1, keepdims=True) * np.square(context), 0)
 
 
 def quantised(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from probe.checkpoint import Checkpoint
 from probe.compare.replay.base import Parameters, Unreplayable
 from probe.compare.settings_gates import flat_config
 from probe.compare.side import Side
-from probe.compare.weights.agreement import agreement
+from probe.compare.weights.agreement import Agreement, agreement
 from probe.compare.weights.canonical import canonical_parameter, canonical_weights
 from probe.compare.weights.checkpoint import CheckpointWeights
 from probe.errors import CheckpointError
@@ -32,12 +32,14 @@ ROWS_AT_ONCE = ("whole", "cut_vocabulary")
 @dataclass
 class Found:
     """A side's parameters: ``parameters`` None and ``why_not`` in words where there are none; ``words``: their origin;
-    ``config``: the configuration that the model should have, flat."""
+    ``config``: the configuration that the model should have, flat; ``foreign``: why a checkpoint that was given cannot
+    be what ran, in words."""
 
     parameters: Parameters | None
     words: str = ""
     why_not: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    foreign: str = ""
 
 
 class CheckpointParameters:
@@ -127,11 +129,23 @@ def find_parameters(side: Side, weights: str | Path | None) -> Found:
     """
     own = flat_config(side.dump.manifest) | _model_type(side.dump.manifest)
     if weights is not None:
-        return _from_checkpoint(side, Checkpoint(weights), own, "the checkpoint given")
+        checkpoint = Checkpoint(weights)
+        agreed = agreement(side, checkpoint, _sample(side))
+        found = _from_checkpoint(side, checkpoint, own, "the checkpoint given", overrides=True)
+        return replace(found, foreign=_foreign(agreed))
     found = _from_manifest(side, own)
     if found.parameters is None and getattr(side.dump, "parameters", None):
         return Found(StoredParameters(side), "stored with the dump", config=own)
     return found
+
+
+def _foreign(agreed: Agreement) -> str:
+    """Say in what way a side's weights differ from a checkpoint, where more of them differ than agree."""
+    if not agreed.different or agreed.mostly:
+        return ""
+    name, detail = next(iter(agreed.different.items()))
+    total = len(agreed.different) + len(agreed.same)
+    return f"{len(agreed.different)} of {total} parameters looked at differ (first {name}: {detail})"
 
 
 def _model_type(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,9 +155,16 @@ def _model_type(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {"model_type": config["model_type"]} if config.get("model_type") else {}
 
 
-def _from_checkpoint(side: Side, checkpoint: Checkpoint, own: dict[str, Any], what: str) -> Found:
+def _from_checkpoint(
+    side: Side, checkpoint: Checkpoint, own: dict[str, Any], what: str, overrides: bool = False
+) -> Found:
+    """Return a checkpoint's parameters; its config is what should run (``overrides``), or fills what the run left out.
+
+    A checkpoint that only the manifest names may have been written over since: what ran is in the manifest.
+    """
     stated = {"model": {"config": checkpoint.config}}
-    config = own | flat_config(stated) | _model_type(stated)
+    theirs = flat_config(stated) | _model_type(stated)
+    config = own | theirs if overrides else theirs | own
     known = CheckpointWeights(checkpoint, side.shape)
     return Found(CheckpointParameters(known, side), f"{what}, {checkpoint.path}", config=config)
 

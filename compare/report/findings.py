@@ -105,8 +105,8 @@ def located_words(report: Report) -> list[str]:
     elif located.get("growth") == "drift":
         sentences.append("The error drifts: it grows with depth, and no single tensor makes it jump.")
     rows, channels = first_pattern(report, "rows"), first_pattern(report, "channels")
-    sentences += [f"Rows: in {label(rows)} {row_words(rows)}."] if rows else []
-    sentences += [f"Columns: in {label(channels)} {channel_words(channels)}."] if channels else []
+    sentences += [f"Rows that are off in {label(rows)}: {row_words(rows)}."] if rows else []
+    sentences += [f"Columns that are off in {label(channels)}: {channel_words(channels)}."] if channels else []
     tokens = located.get("tokens") or []
     if tokens:
         more = f", and {len(tokens) - 1} more" if len(tokens) > 1 else ""
@@ -167,7 +167,8 @@ def replay_words(report: Report) -> list[str]:
             weights = f" Weights: {source}." if source else ""
             sentences.append(f"{side.upper()}: {counted(len(done), 'module')} replayed, {found}.{weights}")
         if why:
-            sentences.append(f"{side.upper()}: {'parameters were not replayed' if done else 'not replayed'}: {why}.")
+            what = "modules with parameters were not replayed" if done else "not replayed"
+            sentences.append(f"{side.upper()}: {what}: {why}.")
     return sentences
 
 

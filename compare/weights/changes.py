@@ -39,6 +39,10 @@ three standard errors of the 2 n sketch entries that it is measured on."""
 MISSING_SHARE = 1 / 64
 """A run of zero rows is a missing shard from this share of the rows on (64 ranks), else rows that were zeroed."""
 
+HALF_NEAR = 0.02
+"""How far the squares of half of the columns may lie from half of all squares, beside three standard deviations of
+chance, 0.7 / sqrt(entries) each: columns differ in size."""
+
 Figures = Mapping[str, float | int | str]
 
 
@@ -210,18 +214,26 @@ def _qkv(pair: Pair) -> Change | None:
 
 
 def _scaled(pair: Pair) -> Change | None:
-    """y = s x to within 1 % of |s - 1|."""
+    """y = s x to within 1 % of |s - 1|, or to one rounding of s x where that is a third of the change at most."""
     x, y = pair.x[:, 0], pair.y[:, 0]
     square = float(x @ x)
     if not square:
         return None
     factor = float(x @ y) / square
     residual = float(np.linalg.norm(y - factor * x)) / np.sqrt(square)
-    if residual >= max(0.01 * abs(factor - 1), EXACT):
+    if residual >= max(0.01 * abs(factor - 1), EXACT) and not _rounded_multiple(pair, factor, residual):
         return None
     if abs(factor) < EXACT:
         return Change("missing-shard", "is all zeros in b", {"rows": len(x)}, "b")
     return Change("scaled-weight", f"is scaled: b = {factor:.6g} x a", {"factor": factor})
+
+
+def _rounded_multiple(pair: Pair, factor: float, residual: float) -> bool:
+    if residual > abs(factor - 1) / 3:
+        return False
+    wanted = pair.x * ([factor, factor, factor**2] if pair.is_matrix else factor)
+    scale = rounding_scale(wanted, coarser_dtype(pair.a.dtype, pair.b.dtype))
+    return within(wanted, pair.y, scale, RMS_ROWS, WORST_ROW)
 
 
 def _offset(pair: Pair) -> Change | None:
@@ -290,14 +302,10 @@ def _permuted_columns(pair: Pair) -> Change | None:
     if not pair.is_matrix or not close(pair.x[:, 1:], pair.y[:, 1:]):
         return None
     text = "has its input columns permuted (equal row sums and norms, other products)"
-    ranks = max(weight.ranks for weight in (pair.a, pair.b) if weight.axis == 1) if 1 in _axes(pair) else 1
+    ranks = max((weight.ranks for weight in (pair.a, pair.b) if weight.axis == 1), default=1)
     if ranks > 1:
         return Change("tp-shards-swapped", f"{text}: shards of {ranks} ranks in another order", {"parts": ranks})
     return Change("permuted-weights", text)
-
-
-def _axes(pair: Pair) -> set[int]:
-    return {pair.a.axis, pair.b.axis}
 
 
 def _zeroed(pair: Pair) -> Change | None:
@@ -314,17 +322,18 @@ def _zeroed(pair: Pair) -> Change | None:
 
 
 def _zeroed_columns(pair: Pair) -> Change | None:
+    """Half of the input columns is zero on one side. Of a smaller part sketches do not say whether it is missing here
+    or an update added it there: explain_weight tells, from a checkpoint's values."""
     if not pair.is_matrix or len(pair.changed) < len(pair.x):
         return None
-    near, alike = (min(cap, 2 / np.sqrt(size)) for cap, size in ((0.1, pair.a.shape[-1]), (0.35, len(pair.x))))
+    near, alike = HALF_NEAR + 2 / np.sqrt(np.prod(pair.a.shape)), min(0.35, 2 / np.sqrt(len(pair.x)))
     for side, rows, other in (("a", pair.x, pair.y), ("b", pair.y, pair.x)):
         left, right = rows[:, 2], other[:, 2]
         share = float(left.sum() / (right.sum() or 1.0))
-        parts = any(abs(share - (n - 1) / n) < near for n in SHARD_COUNTS)
         # what is left of W r when a part of the columns is zero is the other part of it: a slope of 1
         slope = float(rows[:, 0] @ other[:, 0] / (rows[:, 0] @ rows[:, 0] or 1.0))
-        if parts and (left < right).all() and abs(slope - 1) < alike:
-            text = f"lacks a share of its input columns in {side}: its squares sum to {share:.3g} of the other side's"
+        if abs(share - 0.5) < near and (left < right).all() and abs(slope - 1) < alike:
+            text = f"lacks half of its input columns in {side}: its squares sum to {share:.3g} of the other side's"
             return Change("missing-shard", text, {"share": share}, side)
     return None
 

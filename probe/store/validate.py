@@ -54,18 +54,20 @@ def open_file(path: Path) -> h5py.File:
 
 def safe_dataset(file: h5py.File, path: str) -> h5py.Dataset:
     """Return the dataset at ``path`` after checking links, storage class and size; raise DumpError otherwise."""
-    where = f"{file.filename}:{path}"
+    filename = file.filename
+    where = f"{filename}:{path}"
     with reading(where):
         found = file.id
         for name in (part.encode() for part in path.split("/") if part):
-            if not isinstance(found, h5py.h5g.GroupID | h5py.h5f.FileID) or not found.links.exists(name):
+            links = found.links if isinstance(found, h5py.h5g.GroupID | h5py.h5f.FileID) else None
+            if links is None or not links.exists(name):
                 raise DumpError(f"{where} is missing from the file", "it is damaged, or not a probe dump file")
-            if found.links.get_info(name).type != h5l.TYPE_HARD:
+            if links.get_info(name).type != h5l.TYPE_HARD:
                 raise DumpError(f"{where} is a soft or external link", "a dump holds none: do not trust this file")
             found = h5py.h5o.open(found, name)
         if not isinstance(found, h5d.DatasetID):
             raise DumpError(f"{where} is not a dataset", DAMAGED)
-        _check_storage(found, where, os.stat(file.filename).st_size)
+        _check_storage(found, where, os.stat(filename).st_size)
         return h5py.Dataset(found)
 
 
@@ -88,10 +90,10 @@ def _check_storage(dataset: h5d.DatasetID, where: str, file_size: int) -> None:
 
 def check_tensor(dataset: h5py.Dataset, shape: tuple[int, ...], dtype: str) -> None:
     """Check that a tensor's dataset has the element type and count that the index promises."""
-    where = f"{dataset.file.filename}:{dataset.name}"
     if not type_matches(dataset.id.get_type(), dtype):
-        raise DumpError(f"{where} is not stored as {dtype}", DAMAGED)
+        raise DumpError(f"{dataset.file.filename}:{dataset.name} is not stored as {dtype}", DAMAGED)
     if math.prod(shape) != math.prod(dataset.shape):
+        where = f"{dataset.file.filename}:{dataset.name}"
         raise DumpError(f"{where} has shape {dataset.shape}, the index says {shape}", DAMAGED)
 
 

@@ -105,9 +105,10 @@ middle and the last (faults without a layer have one place), in fp32 and bf16, o
 with the product's own hooks and compared with the default options. Side a is a rollout with plain attention, side b an
 actor with torch's fused attention, so that healthy modules differ by rounding too. A *cause* is a slug of
 [diagnosis.md](diagnosis.md); which causes and modules count as right, and why a fault can be invisible, is said in
-`tests/faults/table.py`.
+`tests/faults/table.py`. `PYTHONPATH=tests python -m faults --only TEXT` runs the cases that are called so; `--keep`
+keeps their dumps.
 
-{totals}.
+{totals}
 
 Columns: verdict in the early / middle / late layer; rank of the right module and of the right cause among the suspects
 (0: not listed); the first suspect of the {shown} layer, with the side it names (`?`: none) and its first piece of
@@ -119,7 +120,13 @@ evidence. *effect*: what the fault alone changes where it is declared invisible,
 def page(outcomes: list[Outcome], controls: list[tuple[str, str, int]], groups: Mapping[str, tuple[Fault, ...]]) -> str:
     """Return the page: totals, the table of every group of faults, the healthy controls."""
     faults = {outcome.case.fault.name for outcome in outcomes}
-    lines = [PAGE.format(faults=len(faults), totals=str(totals(outcomes)), shown="middle")]
+    lines = [
+        PAGE.format(
+            faults=len(faults),
+            totals="\n".join(f"* {part}" for part in str(totals(outcomes)).split("; ")),
+            shown="middle",
+        )
+    ]
     for title, faults_of in groups.items():
         names = [fault.name for fault in faults_of]
         lines += [f"## {title}", "", "| fault | dtype | verdict | module | cause | first suspect | evidence |"]

@@ -6,7 +6,7 @@ from faults import arithmetic as ar
 from faults import attention as at
 from faults import experts as ex
 from faults import tokens as to
-from faults.base import DTYPES, Fault
+from faults.base import Fault
 from faults.names import ATTENTION, DOWN, EXPERTS, FP32, GATE, NORM, O_PROJ, POST, ROPE, ROUTER, UP, K, Q, V
 
 SAME_SOFTMAX = "torch sums in fp32 on a CPU, and bf16 scores and results are what the model has anyway"
@@ -197,9 +197,6 @@ TOKENS = (
         to.with_logprobs(to.tempered, **SAMPLED_COLD, **SAID_PROCESSED),
         placed=False,
         gate="sampling",
-        invisible=dict.fromkeys(
-            DTYPES, "declared, so that both sides' log-probs are recomputed from logits, which agree"
-        ),
         sides="a",
     ),
     Fault(
