@@ -35,7 +35,7 @@ def in_brief(e: Evidence) -> list[str]:
     proposed = sum(entry.match.proposal is not None for entry in e.measured)
     gaps += [f"{counted(proposed, 'pair')} only proposed"] if proposed else []
     figures = [entry.metrics for entry in e.measured if entry.metrics is not None]
-    zero = sum(not found.norm_x and not found.norm_y for found in figures)
+    zero = sum(found.pairs > 0 and not found.norm_x and not found.norm_y for found in figures)
     gaps += [f"{tensors(zero)} of zeros only"] if zero else []
     stated = sum(bool(entry.match.source_a.stated or entry.match.source_b.stated) for entry in e.measured)
     gaps += [f"{counted(stated, 'pair')} as --map states"] if stated else []

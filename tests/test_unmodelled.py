@@ -23,6 +23,7 @@ SIZES = {
 MODELS = {
     "norms after the blocks": ("Olmo2", {}),
     "scaled residuals and logits": ("Granite", {"residual_multiplier": 0.22, "logits_scaling": 8.0}),
+    "exact gelu": ("Llama", {"hidden_act": "gelu"}),
     "known": ("Qwen2", {}),
 }
 """What a model does -> its classes in transformers and what its configuration needs."""
@@ -90,3 +91,10 @@ def test_a_checkpoint_of_neither_side_is_refused(tmp_path):
     assert (
         compare_dumps(*pair, weights=shutil.copytree(tmp_path / "model", tmp_path / "copy"))["verdict"] == "consistent"
     )
+
+
+@pytest.mark.parametrize("other", ["bfloat16", "float32"])
+def test_an_activation_whose_sum_cancels_is_within_its_rounding(tmp_path, other):
+    report = compare_dumps(*dumps(tmp_path, make_model(tmp_path / "model", "exact gelu"), other=other))
+    found = [module[side] for module in report["replay"]["modules"] for side in "ab" if module["kind"] == "activation"]
+    assert len(found) == 4 and {module["verdict"] for module in found} == {"fine"}

@@ -173,9 +173,12 @@ def _named(replay: Lead, pattern: Lead) -> Lead:
 
 
 def _renamed(lead: Lead, leads: list[Lead]) -> bool:
-    """Tell whether a nameless lead stands beside one of the same module that names its cause as surely."""
+    """Tell whether a nameless lead stands beside one that names its cause as surely, of the same module or, where
+    parameters differ, of any: which tensor parts first then says nothing more."""
     if lead.cause != "unknown":
         return False
+    if lead.source == MEASURED and any(n.source == GATE and n.cause in WEIGHT_CAUSES for n in leads):
+        return True
     beside = (other for other in leads if other is not lead and other.module == lead.module and other.source != ASIDE)
     return any(other.cause != "unknown" and other.confidence >= PLACE for other in beside)
 

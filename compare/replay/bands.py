@@ -23,6 +23,9 @@ ROUTING: Bands = (1.5, 4.0, 4.0)
 ROUTED: Bands = (1.5, 4.0, 4.0)
 LOGPROBS: Bands = (2.0, 5.0, 5.0)
 
+FINE_DTYPES = ("float32", "float64")
+"""Dtypes in which the accumulator's rounding counts beside the result's."""
+
 FINE_FACTOR = 2.0
 """The bands are so many times wider in float32 and float64, where the order of a sum and the few last bits of an
 exponential function count beside the rounding of the result; faults are thousands of roundings there."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from probe.compare.evidence import Explanation
-from probe.compare.replay.bands import FINE_FACTOR, rounding
+from probe.compare.replay.bands import FINE_DTYPES, FINE_FACTOR, rounding
 from probe.compare.replay.base import PLAIN, Context, Hypothesis, Recipe, Unreplayable, explained
 from probe.compare.replay.figures import Figures, figures_of, finite_rows
 
@@ -107,7 +107,7 @@ def _compared(recipe: Recipe, context: Context, stored: np.ndarray, values: np.n
 
 def bands_of(recipe: Recipe, dtype: str) -> tuple[float, float, float]:
     """Return a recipe's three bands, for a module that computes in ``dtype``."""
-    factor = FINE_FACTOR if dtype in ("float32", "float64") else 1.0
+    factor = FINE_FACTOR if dtype in FINE_DTYPES else 1.0
     return recipe.band * factor, recipe.row_band * factor, recipe.column_band * factor
 
 

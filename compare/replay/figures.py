@@ -120,7 +120,7 @@ of the sum's error in one spacing (1e-4 in bf16): 0.03 roundings in one layer an
 def words_of(errors: np.ndarray, excesses: np.ndarray) -> list[str]:
     """Return the word of each module of one kind from its whole-tensor error in bands and its excess."""
     level = float(np.clip(np.median(errors), 1.0, LEVEL_LIMIT)) if len(errors) >= 5 else 1.0
-    logs = np.log(np.maximum(errors, 1e-12))
+    logs = np.log(np.clip(errors, 1e-12, 1e12))
     spread = max(1.4826 * float(np.median(np.abs(logs - np.median(logs)))), 0.02)
     apart = (logs - np.median(logs) > max(np.log(OWN_KIND), OWN_DEVIATIONS * spread)) & (len(errors) >= 5)
     apart &= errors > OWN_LEAST

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from probe.compare.replay.bands import LINEAR
+from probe.compare.replay.bands import FINE_DTYPES, LINEAR
 from probe.compare.replay.base import Context, Hypothesis, Recipe, Unreplayable
 from probe.compare.replay.faults import (
     CHANNELS,
@@ -53,8 +53,6 @@ SWAPS = ("kv-swapped", "kv-swapped", "gate-up-swapped", "gate-up-swapped")
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Linears whose input features lie on tensor-parallel ranks, so that their outputs are summed over the ranks."""
 TP_SIZES = (2, 4, 8)
-FINE = ("float32", "float64")
-"""Dtypes in which the accumulator's rounding counts beside the result's."""
 
 
 def input_of(context: Context, labels: Iterable[str]) -> np.ndarray:
@@ -192,13 +190,13 @@ def size_of(context: Context, computed: np.ndarray) -> np.ndarray:
     The terms x_k w_k of a dot product may cancel; the accumulator's error goes with their root sum of squares, not with
     the result. It is taken as T_row T_column / T_all, each exact: one more pass over the weight, in float32 only.
     """
-    if context.dtype not in FINE:
+    if context.dtype not in FINE_DTYPES:
         return computed
     name, x = f"{module_of(context)}.weight", next(inputs_of(context))
     shape = context.parameter_shape(name)
     if shape is None:
         return computed
-    squares, means = np.zeros(shape[1]), np.nanmean(x * x, axis=0)
+    squares, means = np.zeros(shape[1]), np.square(np.nan_to_num(x, posinf=0.0, neginf=0.0)).mean(axis=0)
     columns = []
     for chunk in weight_chunks(context.assuming({"weight": "", "transposed": False}), name, shape):
         square = chunk * chunk
@@ -216,7 +214,7 @@ def sum_over_ranks(context: Context) -> float:
     the k-th addition rounds a sum of size sqrt(k / n), so that sqrt(1 + (n + 1) / 2) roundings are expected.
     """
     ranks = int((context.side.dump.manifest.get("topology") or {}).get("tp") or 1)
-    summed = ranks > 1 and kind_of(context) in ROW_PARALLEL and context.dtype not in FINE
+    summed = ranks > 1 and kind_of(context) in ROW_PARALLEL and context.dtype not in FINE_DTYPES
     return math.sqrt(1 + (ranks + 1) / 2) if summed else 1.0
 
 
@@ -233,7 +231,7 @@ def _is_square(context: Context) -> bool:
 
 
 def _is_finer(context: Context) -> bool:
-    return context.dtype in FINE
+    return context.dtype in FINE_DTYPES
 
 
 def _has_bias(context: Context) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from probe.compare.names.canonical import EMBEDDING
-from probe.compare.replay.bands import ACTIVATION, RESIDUAL
+from probe.compare.replay.bands import ACTIVATION, FINE_DTYPES, RESIDUAL
 from probe.compare.replay.bands import EMBEDDING as EMBEDDING_BANDS
 from probe.compare.replay.base import Context, Hypothesis, Recipe, Unreplayable
 from probe.compare.replay.faults import GENERIC, OFFSET, TINY
@@ -167,6 +167,24 @@ def activate(context: Context) -> Iterator[np.ndarray]:
     yield context.rounded(active) * up
 
 
+CANCELLING = ("gelu", "gelu_pytorch_tanh")
+"""Activations x / 2 * (1 + f(x)) whose sum cancels where x is negative: an error of f is then relative to x / 2.
+
+Float32 libraries compute f to about 2 units in the last place, so that x itself is the magnitude (torch's erf was
+measured to be up to 1.5e-7 off)."""
+
+
+def activation_size(context: Context, computed: np.ndarray) -> np.ndarray:
+    """Return the magnitudes that errors are relative to: in float32 what the activation's sum saw, where it is larger.
+
+    In 16 bits kernels compute the activation in float32, far below a rounding of the result.
+    """
+    if context.dtype not in FINE_DTYPES or activation_of(context) not in CANCELLING:
+        return computed
+    gate, up = (context.value(f"{MLP}.{name}_proj:output.0") for name in ("gate", "up"))
+    return np.hypot(computed, gate * up)
+
+
 def _other_than(name: str) -> Callable[[Context], bool]:
     return lambda context: activation_of(context) != name
 
@@ -218,6 +236,13 @@ ACTIVATION_FAULTS = (
 
 RECIPES = (
     Recipe("embedding", EMBEDDING, embed, *EMBEDDING_BANDS, hypotheses=EMBEDDING_FAULTS),
-    Recipe("activation", f"{MLP}.down_proj:input.0", activate, *ACTIVATION, hypotheses=ACTIVATION_FAULTS),
+    Recipe(
+        "activation",
+        f"{MLP}.down_proj:input.0",
+        activate,
+        *ACTIVATION,
+        hypotheses=ACTIVATION_FAULTS,
+        size=activation_size,
+    ),
     Recipe("residual", "layers.{i}:output.0", add, *RESIDUAL, hypotheses=RESIDUAL_FAULTS),
 )

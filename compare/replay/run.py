@@ -18,6 +18,7 @@ from probe.compare.replay.figures import relative_rows, words_of
 from probe.compare.replay.inputs import LOG_PROBS, StoredTensors, choose_keys
 from probe.compare.replay.recipes import RECIPES
 from probe.compare.replay.weights import Found, find_parameters
+from probe.compare.sequences import sequence_labels
 from probe.compare.side import Side
 from probe.errors import CheckpointError
 
@@ -197,12 +198,12 @@ def _replayed(
         each_row=figures.each_row,
         relative_rows=np.zeros(0) if word == FINE else relative_rows(context.value(label), reading.difference),
     )
-    return replace(found, reason=_reason(found)) if word in (BROKEN, SUSPECT) else found
+    return replace(found, reason=_reason(found, context.side)) if word in (BROKEN, SUSPECT) else found
 
 
-def _reason(found: Replayed) -> str:
+def _reason(found: Replayed, side: Side) -> str:
     """Say by how much a module misses its band, in the figure that misses it most, and what would explain it."""
-    position = f"position {found.row[1]} of sequence {found.row[0]}"
+    position = f"position {found.row[1]} of sequence {sequence_labels(side.dump.sequences)[found.row[0]]}"
     figures: Iterable[tuple[float, float, str]] = (
         (found.error, found.band, ""),
         (found.worst_row, found.row_band, f" at {position}"),
