@@ -86,7 +86,8 @@ def _replays(e: Evidence) -> list[str]:
     for side, found in e.replays.by_side.items():
         wrong = [replayed for replayed in found.values() if replayed.verdict == BROKEN]
         worst = max(wrong, key=lambda replayed: replayed.excess, default=None)
-        reach = f" (worst {worst.label}: {worst.reason})" if worst else ""
+        said = worst is None or (e.first is not None and worst.label == f"{e.first['name']}:{e.first['slot']}")
+        reach = "" if said or worst is None else f" (worst {worst.label}: {worst.reason})"
         parts += [f"{len(wrong) or 'none'} of {counted(len(found), 'tensor')} of {side}{reach}"] if found else []
     alike = {label for found in e.replays.by_side.values() for label, r in found.items() if r.verdict == UNMODELLED}
     both = f" {tensors(len(alike))} computed alike by both sides, but not as the replay does." if alike else ""
