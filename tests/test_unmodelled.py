@@ -98,3 +98,16 @@ def test_an_activation_whose_sum_cancels_is_within_its_rounding(tmp_path, other)
     report = compare_dumps(*dumps(tmp_path, make_model(tmp_path / "model", "exact gelu"), other=other))
     found = [module[side] for module in report["replay"]["modules"] for side in "ab" if module["kind"] == "activation"]
     assert len(found) == 4 and {module["verdict"] for module in found} == {"fine"}
+
+
+def test_a_model_in_training_is_replayed_with_the_parameters_stored_with_its_dump(tmp_path, monkeypatch):
+    """The checkpoint that the manifest names is no longer what ran."""
+    monkeypatch.setenv("PROBE_WEIGHTS", "layers")
+    model = make_model(tmp_path / "model", "known")
+    pair = dumps(tmp_path, model)
+    make_model(tmp_path / "model", "known", seed=1)  # the next steps of training
+    report = compare_dumps(*pair)
+    assert report["replay"]["weights"] == dict.fromkeys("ab", "stored with the dump")
+    kinds = {module["kind"] for module in report["replay"]["modules"] if module["a"] and module["b"]}
+    assert {"linear", "norm", "attention", "residual", "lm_head"} <= kinds
+    assert report["verdict"] == "consistent" and not report["suspects"], report["summary"]
