@@ -111,3 +111,19 @@ def test_a_model_in_training_is_replayed_with_the_parameters_stored_with_its_dum
     kinds = {module["kind"] for module in report["replay"]["modules"] if module["a"] and module["b"]}
     assert {"linear", "norm", "attention", "residual", "lm_head"} <= kinds
     assert report["verdict"] == "consistent" and not report["suspects"], report["summary"]
+
+
+def test_a_parameter_that_changed_on_disk_after_both_runs_is_no_fault(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = make_model(tmp_path / "model", "known")
+    pair = dumps(tmp_path, model)
+    values = load_file(model / "model.safetensors")
+    values["model.layers.1.mlp.down_proj.weight"] *= 1.5
+    save_file(values, model / "model.safetensors", {"format": "pt"})
+    report = compare_dumps(*pair)
+    assert report["verdict"] == "consistent" and not [s for s in report["suspects"] if s["confidence"] > 0.2]
+    module = next(
+        m for m in report["replay"]["modules"] if (m["name"], m["slot"]) == ("layers.1.mlp.down_proj", "output.0")
+    )
+    assert "not those that both sides ran with" in module["b"]["reason"]

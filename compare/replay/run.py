@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from probe.compare.evidence import BROKEN, FINE, SUSPECT, Replayed, Replays, RowKeys
+from probe.compare.evidence import BROKEN, FINE, SUSPECT, UNMODELLED, Replayed, Replays, RowKeys
 from probe.compare.names.base import pattern
 from probe.compare.names.canonical import place_of
 from probe.compare.replay.base import Context, Recipe, Unreplayable
@@ -17,7 +17,7 @@ from probe.compare.replay.explain import Reading, bands_of, explain, read_best, 
 from probe.compare.replay.figures import relative_rows, words_of
 from probe.compare.replay.inputs import LOG_PROBS, StoredTensors, choose_keys
 from probe.compare.replay.recipes import RECIPES
-from probe.compare.replay.weights import Found, find_parameters
+from probe.compare.replay.weights import Found, changed_since, find_parameters
 from probe.compare.sequences import sequence_labels
 from probe.compare.side import Side
 from probe.errors import CheckpointError
@@ -53,7 +53,7 @@ def replay_sides(
     ``weights``: the checkpoint, None for the one that the manifest names; ``prefer``: for each side canonical label ->
     the rows to replay before others. Raises CheckpointError for ``weights`` that cannot be read.
     """
-    result, foreign = Replays(), dict[str, str]()
+    result, foreign, read = Replays(), dict[str, str](), list[tuple[Side, Found]]()
     for name, side, rows in (("a", a, prefer[0]), ("b", b, prefer[1])):
         done = replay_side(side, name, weights, rows)
         result.by_side[name], result.skipped[name] = done.modules, done.skipped
@@ -62,9 +62,29 @@ def replay_sides(
         if done.found.why_not:
             result.why_not[name] = done.found.why_not
         foreign[name] = done.found.foreign
+        read.append((side, done.found))
     if all(foreign.values()):
         raise CheckpointError(f"{weights} holds the weights of neither side: {foreign['a']}", OTHER_CHECKPOINT)
+    for (name, modules), (side, found), (other, _) in zip(result.by_side.items(), read, reversed(read)):
+        result.by_side[name] = _without_changed(modules, side, other, found)
     return result
+
+
+def _without_changed(modules: dict[str, Replayed], side: Side, other: Side, found: Found) -> dict[str, Replayed]:
+    """Return a side's replays, of those that do not fit the ones whose parameters are not the checkpoint's unmodelled.
+
+    Where both sides hold one value and the checkpoint another, the file is not what ran: written over since, or of
+    another step. Where the sides' values differ, the weights gate says so.
+    """
+    wrong = {label: label.rpartition(":")[0] for label, replayed in modules.items() if replayed.verdict != FINE}
+    names = [f"{module}.{kind}" for module in wrong.values() for kind in ("weight", "bias")]
+    changed = {name.rpartition(".")[0] for name in changed_since(side, other, found, names)}
+    words = "the checkpoint's parameters are not those that both sides ran with"
+    return modules | {
+        label: replace(modules[label], verdict=UNMODELLED, reason=f"{words}: {modules[label].reason}")
+        for label, module in wrong.items()
+        if module in changed
+    }
 
 
 def replay_side(

@@ -65,7 +65,8 @@ def _shared(entry: Measured, sides: dict[str, Replayed]) -> bool:
     its dtype lets its own replay show it or not.
     """
     wrong = [found for found in sides.values() if found.verdict != FINE]
-    if len(sides) < 2 or not wrong or entry.judgement.verdict not in AGREEING:
+    known = any(found.verdict == UNMODELLED for found in wrong)  # by its parameters, which says more
+    if known or len(sides) < 2 or not wrong or entry.judgement.verdict not in AGREEING:
         return False
     if any(not np.isfinite(found.worst_row) for found in wrong):
         return False

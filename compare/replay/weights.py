@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from probe.compare.settings_gates import flat_config
 from probe.compare.side import Side
 from probe.compare.weights.agreement import Agreement, agreement
 from probe.compare.weights.canonical import canonical_parameter, canonical_weights
+from probe.compare.weights.changes import agree
 from probe.compare.weights.checkpoint import CheckpointWeights
 from probe.errors import CheckpointError
 from probe.metrics import MANTISSA_BITS
@@ -200,3 +201,12 @@ def _from_manifest(side: Side, own: dict[str, Any]) -> Found:
         return found
     differ = f"{len(agreed.different)} of {len(sample)} parameters differ from {path}"
     return Found(None, why_not=f"{differ}: give the checkpoint that ran with --weights", config=own)
+
+
+def changed_since(side: Side, other: Side, found: Found, names: Iterable[str]) -> set[str]:
+    """Return those of some parameters that both sides hold alike and the checkpoint holds otherwise."""
+    if not isinstance(found.parameters, CheckpointParameters):
+        return set()
+    own, theirs = canonical_weights(side), canonical_weights(other)
+    alike = [name for name in names if name in own and name in theirs and agree(own[name], theirs[name])]
+    return set(agreement(side, found.parameters.known, alike).different)
