@@ -249,6 +249,8 @@ def test_warnings_count_for_agreeing_sides_only_where_they_matter(healthy):
 
 def test_nothing_is_suspected_where_nothing_could_be_judged(healthy):
     assert diagnose(made(healthy, verdict="incomparable")) == []
+    broken = replayed("layers.1.mlp.down_proj:output.0", explanations=(fit("nan"),))
+    assert [suspect.cause for suspect in diagnose(made(healthy, broken, verdict="incomparable"))] == ["nan"]
     assert recommend(made(healthy, verdict="incomparable"))["word"] == "stop"
 
 

@@ -27,6 +27,8 @@ def diagnose(evidence: Evidence) -> list[Suspect]:
     what to look at first. Agreeing sides have suspects only where a gate warns of something that matters.
     """
     leads = gate_leads(evidence)
+    if evidence.verdict == "incomparable":  # of what no tensor could show, a module's own input still can
+        leads += replay_leads(evidence)
     if evidence.verdict not in ("consistent", "incomparable"):
         leads += (
             replay_leads(evidence) + suspicious(evidence) + measured_leads(evidence, leads) + routing_leads(evidence)
