@@ -8,7 +8,7 @@ from typing import Any
 
 from probe.compare.gates import SHOWN, Gate, GateFinding
 from probe.store.reader import Dump
-from probe.switches import SWITCHES, reason, repeatable
+from probe.switches import SETTINGS, SWITCHES, reason, repeatable
 
 RANKS: tuple[tuple[str, str], ...] = (
     (r"dtype|device", "the model ran in another dtype or on another device"),
@@ -22,6 +22,7 @@ RANKS: tuple[tuple[str, str], ...] = (
 """What can change numbers, the most likely first: a regular expression on an environment entry's key, and why (switches
 say it themselves). Entries that match none are listed and not warned about."""
 
+DEVICES = {"cpu", "cuda", "npu"}
 LISTED_ONLY = re.compile(r"topology\..*|env\.(?:CUDA_VISIBLE_DEVICES|ASCEND_RT_VISIBLE_DEVICES|VLLM_ENABLE_V1\w*)")
 """Entries that differ between healthy runs on purpose: they keep their rank in the list and do not warn."""
 
@@ -44,9 +45,15 @@ def environment_entries(a: Dump, b: Dump) -> list[dict[str, Any]]:
         left, right = facts[0].get(key), facts[1].get(key)
         comparable = a.engine == b.engine or None not in (left, right) or _of_both(key, devices)
         differs = comparable and not _alike(key, left, right)
-        warn = differs and rank_of(key) < len(RANKS) and LISTED_ONLY.fullmatch(key) is None
+        warn = differs and rank_of(key) < len(RANKS) and LISTED_ONLY.fullmatch(key) is None and not _idle(key, devices)
         entries.append({"key": key, "a": left, "b": right, "severity": "warn" if warn else "info"})
     return sorted(entries, key=lambda e: (e["severity"] != "warn", e["a"] == e["b"], rank_of(e["key"])))
+
+
+def _idle(key: str, devices: set[str]) -> bool:
+    """Tell whether a framework's setting, which has a value everywhere, acts on a device that neither side ran on."""
+    setting = SETTINGS.get(key)
+    return setting is not None and devices <= DEVICES and setting.device not in ("any", *devices)
 
 
 def _of_both(key: str, devices: set[str]) -> bool:

@@ -41,22 +41,32 @@ SWITCHES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A framework setting that a manifest records: the value that makes runs repeatable (empty: any), and why."""
+    """A framework setting that a manifest records.
+
+    ``values``: those that make runs repeatable, empty: any; ``device``: on which it acts.
+    """
 
     values: tuple[str, ...]
     why: str
+    device: str = "any"
 
 
 SETTINGS = {
     "torch.deterministic_algorithms": Setting(("True",), "kernels may add in another order on each run"),
-    "torch.cuda.matmul.allow_tf32": Setting(("False",), "float32 matmul rounds its inputs to 10 mantissa bits"),
-    "torch.cudnn.allow_tf32": Setting(("False",), "float32 convolutions round their inputs to 10 mantissa bits"),
-    "torch.cudnn.deterministic": Setting(("True",), "convolutions may add in another order on each run"),
-    "torch.cudnn.benchmark": Setting(("False",), "the kernel is whichever was fastest in this run"),
-    "torch.bf16_reduced_precision_reduction": Setting((), "bf16 matmul may add its parts in bf16"),
-    "npu.matmul.allow_hf32": Setting(("False",), "float32 matmul rounds its inputs to 11 mantissa bits (HF32)"),
-    "npu.conv.allow_hf32": Setting(("False",), "float32 convolutions round their inputs to 11 mantissa bits (HF32)"),
-    "npu.allow_internal_format": Setting(("False",), "weights change their layout (NZ), and matmul its order of sums"),
+    "torch.cuda.matmul.allow_tf32": Setting(("False",), "float32 matmul rounds its inputs to 10 mantissa bits", "cuda"),
+    "torch.cudnn.allow_tf32": Setting(
+        ("False",), "float32 convolutions round their inputs to 10 mantissa bits", "cuda"
+    ),
+    "torch.cudnn.deterministic": Setting(("True",), "convolutions may add in another order on each run", "cuda"),
+    "torch.cudnn.benchmark": Setting(("False",), "the kernel is whichever was fastest in this run", "cuda"),
+    "torch.bf16_reduced_precision_reduction": Setting((), "bf16 matmul may add its parts in bf16", "cuda"),
+    "npu.matmul.allow_hf32": Setting(("False",), "float32 matmul rounds its inputs to 11 mantissa bits (HF32)", "npu"),
+    "npu.conv.allow_hf32": Setting(
+        ("False",), "float32 convolutions round their inputs to 11 mantissa bits (HF32)", "npu"
+    ),
+    "npu.allow_internal_format": Setting(
+        ("False",), "weights change their layout (NZ), and matmul its order of sums", "npu"
+    ),
 }
 """Settings of torch and torch-npu, by their key in a manifest's ``environment``."""
 

@@ -166,6 +166,16 @@ def test_a_switch_of_the_device_counts_for_two_engines(sides_of):
     assert warned == ["env.HCCL_DETERMINISTIC"]
 
 
+@pytest.mark.parametrize(("device", "warns"), [("cpu", False), ("npu", False), ("cuda", True), (None, True)])
+def test_a_setting_counts_only_on_the_device_on_which_it_acts(sides_of, device, warns):
+    """cuDNN's switches change nothing on a CPU, however an earlier part of the program left them."""
+    known = {"device": device}
+    facts = [{"environment": {"torch.cudnn.deterministic": value}} for value in ("True", "False")]
+    a, b = sides_of(Scenario(manifest={**facts[0], **known}), actor(manifest={**facts[1], **known}))
+    entry = next(e for e in environment_entries(a.dump, b.dump) if e["key"] == "torch.cudnn.deterministic")
+    assert (entry["severity"] == "warn") is warns
+
+
 def test_every_switch_with_a_repeatable_value_is_recorded_and_ranked():
     assert set(switches.SWITCHES) <= set(manifest.SWITCHES)
     for name in switches.SWITCHES:

@@ -10,7 +10,7 @@ import numpy as np
 
 from probe.compare.moe.routing import NORMALISES, SIGMOID
 from probe.compare.names.common import CORRECTION, ROUTER, ROUTER_IDS, ROUTER_WEIGHTS
-from probe.compare.replay.bands import ROUTING
+from probe.compare.replay.bands import FINE_DTYPES, ROUTING
 from probe.compare.replay.base import Context, Hypothesis, Recipe, Unreplayable
 from probe.compare.side import Side
 from probe.metrics import MANTISSA_BITS
@@ -207,7 +207,33 @@ def is_moe(side: Side) -> bool:
     return side.shape.experts > 0
 
 
+UNITS = 2.0
+"""Units in the last place to which float32 libraries compute exp, as erf."""
+
+
+def weights_size(context: Context, computed: np.ndarray) -> np.ndarray:
+    """Return the magnitudes that errors of weights are relative to: in float32 the errors of exp(l - max) too.
+
+    The subtraction errs by a rounding of l - max, which exp turns into a relative error; exp adds UNITS of its own, and
+    over a token's few weights nothing averages. In 16 bits kernels compute the softmax in float32.
+    """
+    if context.dtype not in FINE_DTYPES:
+        return computed
+    logits = np.sort(context.value(ROUTER), axis=1)[:, ::-1]
+    chosen = min(computed.shape[1], logits.shape[1])
+    reach = (logits[:, 0] - logits[:, chosen - 1])[:, None]
+    return computed * np.sqrt(1 + UNITS**2 + reach**2)
+
+
 RECIPES = (
     Recipe("router ids", ROUTER_IDS, chosen_ids, *ROUTING, hypotheses=IDS_FAULTS, applies=is_moe),
-    Recipe("router weights", ROUTER_WEIGHTS, chosen_weights, *ROUTING, hypotheses=WEIGHT_FAULTS, applies=is_moe),
+    Recipe(
+        "router weights",
+        ROUTER_WEIGHTS,
+        chosen_weights,
+        *ROUTING,
+        hypotheses=WEIGHT_FAULTS,
+        applies=is_moe,
+        size=weights_size,
+    ),
 )
