@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from probe._version import __version__
+from probe.checkpoint import Checkpoint
 from probe.compare.align import RowAligner
 from probe.compare.coverage import RowCoverage, count_rows, fewer_rows, held_rows
 from probe.compare.diagnose.run import diagnose, recommend
@@ -75,6 +76,7 @@ class Options:
         given = {"--floor": self.floor, "--golden": self.golden, "--weights": self.weights}
         words = [f"{name} {shlex.quote(str(value))}" for name, value in given.items() if value is not None]
         words += ["--across-versions"] if self.across_versions else []
+        words += [f"--min-coverage {self.min_coverage:g}"] if self.min_coverage != MIN_COVERAGE else []
         return " ".join(words + ([] if self.replay else ["--no-replay"]))
 
 
@@ -102,6 +104,8 @@ def compare_open(
 ) -> dict[str, Any]:
     """Compare two open dumps (see :func:`compare_dumps`)."""
     chosen = Options(**options)
+    if chosen.weights is not None:
+        Checkpoint(chosen.weights)  # one that cannot be read is refused before anything is measured
     side_a, side_b = read_mapped(a, b, given)
     for side in (side_a, side_b):
         complete_logprobs(side)

@@ -238,10 +238,6 @@ def _has_bias(context: Context) -> bool:
     return context.parameter_shape(f"{module_of(context)}.bias") is not None
 
 
-def _is_summed_with_bias(context: Context) -> bool:
-    return kind_of(context) in ROW_PARALLEL and _has_bias(context)
-
-
 def _scaled_weight(context: Context, stored: np.ndarray) -> dict[str, float] | None:
     """Fit s in y = s x W' + b."""
     module = module_of(context)

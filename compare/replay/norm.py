@@ -24,7 +24,6 @@ LAYER_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 RMS_EPS = ("rms_norm_eps", "layernorm_epsilon")
 
 O_PROJ, DOWN = f"{ATTENTION}.o_proj:output.0", f"{MLP}.down_proj:output.0"
-STREAM = "layers.{i}:output.0"
 
 
 def has_output_norms(context: Context) -> bool:

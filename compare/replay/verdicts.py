@@ -31,18 +31,11 @@ def apply_replays(evidence: Evidence) -> None:
     for label in dict.fromkeys([*replays["a"], *replays["b"]]):
         entry = evidence.entry(label)
         sides = {name: replays[name][label] for name in "ab" if label in replays[name]}
-        if entry is not None and _shared(entry, sides):
+        if _shared(entry, sides) if entry is not None else label == LOG_PROBS and _scaled_alike(sides, evidence):
             for name, found in sides.items():
                 replays[name][label] = replace(found, verdict=UNMODELLED, reason=f"{SHARED}: {found.reason}")
         elif entry is not None:
             _raise_verdict(entry, sides)
-        elif (
-            label == LOG_PROBS
-            and _alike(sides)
-            and (evidence.tokens.get("mean_abs_logprob_diff") or 0) <= TOKEN_SUSPECT
-        ):
-            for name, found in sides.items():
-                replays[name][label] = replace(found, verdict=UNMODELLED, reason=f"{SHARED}: {found.reason}")
 
 
 def scaled_after_the_head(replays: Replays) -> bool:
@@ -51,8 +44,10 @@ def scaled_after_the_head(replays: Replays) -> bool:
     return found == [UNMODELLED] * 2
 
 
-def _alike(sides: dict[str, Replayed]) -> bool:
-    """Tell whether both sides' log-probs are of logits that the model scales after its head."""
+def _scaled_alike(sides: dict[str, Replayed], evidence: Evidence) -> bool:
+    """Tell whether both sides' log-probs agree and are of logits that the model scales after its head."""
+    if (evidence.tokens.get("mean_abs_logprob_diff") or 0.0) > TOKEN_SUSPECT:
+        return False
     causes = [explanation.cause for found in sides.values() for explanation in found.explanations[:1]]
     return causes == ["temperature-semantics"] * 2 and all(found.verdict != FINE for found in sides.values())
 
