@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from probe.compare.measure import Measured
     from probe.compare.sequences import SequenceJoin
     from probe.compare.side import Side
+    from probe.compare.tokens.batch import TokenBatch
     from probe.store.reader import Dump
 
 RowKeys = np.ndarray
@@ -211,6 +212,7 @@ class Evidence:
     rows: RowCoverage
     fewer: list[FewerRows]
     tokens: dict[str, Any]
+    batch: TokenBatch | None
     environment: list[dict[str, Any]]
     tensor_share: float
     min_coverage: float

@@ -41,7 +41,10 @@ from probe.compare.sections import coverage_section, dump_summary, layers_sectio
 from probe.compare.sequences import SequenceJoin, join_sequences
 from probe.compare.side import Side
 from probe.compare.summary import headline, next_commands, summary
-from probe.compare.tokens import compare_tokens, unexplained_difference
+from probe.compare.tokens.batch import batch_of_dumps
+from probe.compare.tokens.explained import unexplained_difference
+from probe.compare.tokens.section import token_section
+from probe.compare.tokens.text import load_decoder
 from probe.compare.weights_gate import declared_lag
 from probe.errors import CompareError
 from probe.store.reader import Dump, open_dump
@@ -120,7 +123,8 @@ def compare_open(
     measurer = Measurer(side_a, side_b, aligner, matching, floors, observer, chosen.jobs)
     measured = measurer.run()
     gates += [*floor_gate, *measure_golden(side_a, side_b, measured, chosen.golden)]
-    tokens = compare_tokens(a, b, aligner, text=chosen.text)
+    batch = batch_of_dumps(a, b, aligner)
+    tokens = token_section(batch, load_decoder(a, b) if chosen.text else None)
     rows = count_rows(aligner, measurer.joins, a, b, measurer.recomputed, measurer.left_out())
     _require_something(a, b, measured, tokens, rows)
     excuse_idle(matching, measurer.routing)
@@ -138,6 +142,7 @@ def compare_open(
         rows,
         fewer,
         tokens,
+        batch,
         environment,
         share,
         chosen.min_coverage,

@@ -26,15 +26,8 @@ from probe.compare.sampling_fits import (
 )
 from probe.compare.sequences import SequenceJoin, sequence_labels
 from probe.compare.side import Side
-from probe.compare.tokens import (
-    SOURCES,
-    JoinedTokens,
-    Semantics,
-    Sources,
-    choose_sources,
-    engine_semantics,
-    join_tokens,
-)
+from probe.compare.tokens.join import JoinedTokens, join_tokens
+from probe.compare.tokens.meaning import SOURCES, Semantics, Sources, choose_sources, engine_semantics
 from probe.store.reader import Dump
 
 SUBJECT = "log-probs"

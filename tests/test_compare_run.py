@@ -17,7 +17,7 @@ from probe.compare.align import RowAligner
 from probe.compare.report import model as report_model
 from probe.compare.run import compare_dumps, exit_status
 from probe.compare.sequences import SequenceJoin, SequencePair
-from probe.compare.tokens import unexplained_difference
+from probe.compare.tokens.explained import unexplained_difference
 from probe.errors import CompareError, DumpError
 from probe.store.schema import TOKEN, Sequence
 

@@ -25,7 +25,7 @@ from probe.compare.gates import Gate, GateFinding
 from probe.compare.names.canonical import module_at_fault
 from probe.compare.replay.recipes import RECIPES
 from probe.compare.settings_gates import CAUSES as CONFIG_CAUSES
-from probe.compare.tokens import ratio_metrics
+from probe.logprobs import ratio_metrics
 from probe.store.dtypes import round_to
 
 DOC = (Path(__file__).parents[1] / "docs" / "diagnosis.md").read_text(encoding="utf-8")

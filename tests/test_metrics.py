@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from probe import metrics
+from probe.logprobs import token_metrics
 from probe.metrics import (
     PairMeasure,
     coarser_dtype,
     logprobs_from_logits,
     measure_pair,
-    token_metrics,
 )
 from probe.store.dtypes import round_to
 from probe.ulp import UlpHistogram, ulp_distance

@@ -13,7 +13,7 @@ from synthetic_dumps import Scenario, actor, write_dump
 
 from probe.compare.report.model import LOGPROB_SOURCES
 from probe.compare.run import compare_dumps
-from probe.compare.tokens import SOURCES
+from probe.compare.tokens.meaning import SOURCES
 
 DOC = (Path(__file__).parents[1] / "docs" / "report.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", DOC))))

@@ -13,7 +13,7 @@ from probe.compare.replay.base import Context, Hypothesis, Recipe, Unreplayable
 from probe.compare.replay.faults import CHANNELS, FEW_ONLY, OFFSET, OUTPUT, TINY, WEIGHT_CASTS
 from probe.compare.replay.inputs import LOG_PROBS
 from probe.compare.replay.linear import product
-from probe.compare.tokens import engine_semantics
+from probe.compare.tokens.meaning import engine_semantics
 from probe.store.dtypes import round_to
 
 TIED, UNTIED = "embed_tokens", "lm_head"

@@ -1,0 +1,53 @@
+"""Response tokens whose log-prob both dumps have, joined by sequence and position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from probe.compare.align import NO_ROWS, RowAligner, RowTable, pack, split
+from probe.compare.tokens.meaning import SOURCES, Sources
+from probe.store.reader import Dump
+
+
+@dataclass(frozen=True)
+class JoinedTokens:
+    """Response tokens whose log-prob both sides have: arrays [tokens], ``pair`` indexing the sequence pairs.
+
+    ``lone`` counts for each side the tokens of both sides' sequences of which only it has a finite log-prob.
+    ``owners``: for each side the number of the sequence in its dump, [tokens].
+    """
+
+    pair: np.ndarray
+    position: np.ndarray
+    token: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+    lone: tuple[int, int] = (0, 0)
+    owners: tuple[np.ndarray, np.ndarray] = (NO_ROWS, NO_ROWS)
+
+
+def join_tokens(a: Dump, b: Dump, aligner: RowAligner, sources: Sources) -> JoinedTokens:
+    """Join the two token tables by (sequence, position) within the common prefixes, response tokens only.
+
+    A token of a later turn's prompt that an earlier piece of its trajectory generated is a response token.
+    """
+    tables = a.tokens, b.tokens
+    columns = a.tokens[SOURCES[sources.a]], b.tokens[SOURCES[sources.b]]
+    cells = [pack(table["sequence"], table["position"]) for table in tables]
+    places = [aligner.places(side_cells, side) for side, side_cells in enumerate(cells)]
+    keys = [pack(pair, position) for _, position, pair, _ in places]
+    generated = np.unique(np.concatenate([key[table["response"]] for key, table in zip(keys, tables)]))
+    rows, scored = [], []
+    for key, values, side_cells, (_, position, pair, _) in zip(keys, columns, cells, places):
+        kept = np.flatnonzero(np.isfinite(values) & np.isin(key, generated))
+        rows.append(RowTable(side_cells[kept], kept, NO_ROWS, NO_ROWS, 0))
+        kept = kept[pair[kept] >= 0]
+        scored.append(np.unique(key[kept[position[kept] < aligner.prefix[pair[kept]]]]))
+    join = aligner.join_tables(*rows)
+    lone = (len(np.setdiff1d(scored[0], scored[1])), len(np.setdiff1d(scored[1], scored[0])))
+    tokens = a.tokens["token"][join.index_a]
+    scores = columns[0][join.index_a], columns[1][join.index_b]
+    owners = split(join.cells_a)[0], split(join.cells_b)[0]
+    return JoinedTokens(join.pair, join.position, tokens, *scores, lone, owners)
