@@ -25,7 +25,7 @@ from probe.compare.judge import overall
 from probe.compare.locate.first import first_divergence, worst_rows
 from probe.compare.locate.run import locate
 from probe.compare.logprobs import complete_logprobs
-from probe.compare.mapping import UserMap, load_map, read_mapped
+from probe.compare.mapping import load_map, read_mapped
 from probe.compare.match import SAME_NAME, Match, Matching, match_tensors
 from probe.compare.measure import Measured, Measurer
 from probe.compare.moe.experts import excuse_idle, is_expert
@@ -58,13 +58,15 @@ MIN_COVERAGE = 0.9
 class Options:
     """How two dumps are compared.
 
-    ``min_coverage``: share of tensors and rows below which the verdict is ``incomparable``; ``across_versions``: join
-    rows of different weight versions too; ``text``: decode tokens through the checkpoint's tokenizer; ``floor``: a dump
-    of one side's engine run again; ``golden``: a dump of the same tokens in a higher precision; ``weights``: the
-    checkpoint to replay modules with (None: the one that the manifest names, where its weights match); ``replay``:
-    whether to replay at all; ``jobs``: tensors measured at the same time (0: one per core).
+    ``mapping``: a file of names that go before the tables (docs/names.md); ``min_coverage``: share of tensors and rows
+    below which the verdict is ``incomparable``; ``across_versions``: join rows of different weight versions too;
+    ``text``: decode tokens through the checkpoint's tokenizer; ``floor``: a dump of one side's engine run again;
+    ``golden``: a dump of the same tokens in a higher precision; ``weights``: the checkpoint to replay modules with
+    (None: the one that the manifest names, where its weights match); ``replay``: whether to replay at all; ``jobs``:
+    tensors measured at the same time (0: one per core).
     """
 
+    mapping: str | Path | None = None
     min_coverage: float = MIN_COVERAGE
     across_versions: bool = False
     text: bool = True
@@ -76,7 +78,7 @@ class Options:
 
     def words(self) -> str:
         """Return the options as a command line repeats them."""
-        given = {"--floor": self.floor, "--golden": self.golden, "--weights": self.weights}
+        given = {"--map": self.mapping, "--floor": self.floor, "--golden": self.golden, "--weights": self.weights}
         words = [f"{name} {shlex.quote(str(value))}" for name, value in given.items() if value is not None]
         words += ["--across-versions"] if self.across_versions else []
         words += [f"--min-coverage {self.min_coverage:g}"] if self.min_coverage != MIN_COVERAGE else []
@@ -87,29 +89,25 @@ def compare_dumps(
     path_a: str | Path,
     path_b: str | Path,
     *,
-    mapping: str | Path | None = None,
     observer: Observer | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Compare two dumps of one stage each and return the report (the content of ``report.json``).
 
-    ``mapping``: a file of names that go before the tables (docs/names.md); ``observer``: called with (what, done,
-    total); ``options``: the fields of :class:`Options`. Raises DumpError for a dump that cannot be read, CompareError
-    for two dumps that have nothing in common, UsageError for a mapping that does not fit them.
+    ``observer``: called with (what, done, total); ``options``: the fields of :class:`Options`. Raises DumpError for a
+    dump that cannot be read, CompareError for two dumps that have nothing in common, UsageError for a mapping that does
+    not fit them.
     """
-    given = load_map(mapping) if mapping is not None else None
     with open_dump(path_a) as a, open_dump(path_b) as b:
-        return compare_open(a, b, given=given, observer=observer, **options)
+        return compare_open(a, b, observer=observer, **options)
 
 
-def compare_open(
-    a: Dump, b: Dump, *, given: UserMap | None = None, observer: Observer | None = None, **options: Any
-) -> dict[str, Any]:
+def compare_open(a: Dump, b: Dump, *, observer: Observer | None = None, **options: Any) -> dict[str, Any]:
     """Compare two open dumps (see :func:`compare_dumps`)."""
     chosen = Options(**options)
     if chosen.weights is not None:
         Checkpoint(chosen.weights)  # one that cannot be read is refused before anything is measured
-    side_a, side_b = read_mapped(a, b, given)
+    side_a, side_b = read_mapped(a, b, load_map(chosen.mapping) if chosen.mapping is not None else None)
     for side in (side_a, side_b):
         complete_logprobs(side)
     _require_same_model(side_a, side_b)

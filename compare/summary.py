@@ -186,8 +186,9 @@ def _which_side(e: Evidence, a: str, b: str) -> list[str]:
     if checkpoint and all(gate.name != "golden" for gate in e.gates):
         reference = shlex.quote(str(e.a.path.with_name("reference")))
         made = f"probe dump --stage reference --dtype float64 --from {a} -o {reference}"
-        weights = f"probe compare {a} {b} --weights {shlex.quote(str(checkpoint))}"
-        return [weights, made, f"probe compare {a} {b} --golden {reference}"]
+        again = f"probe compare {a} {b} {e.options}".rstrip()
+        weights = [] if "--weights" in e.options else [f"{again} --weights {shlex.quote(str(checkpoint))}"]
+        return [*weights, made, f"{again} --golden {reference}"]
     return []
 
 

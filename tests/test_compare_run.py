@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +16,10 @@ import pytest
 from synthetic_dumps import Scenario, actor, prompts, write_dump
 from synthetic_model import Tiny, make_weights
 
+from probe.cli.compare import compare as compare_command
 from probe.compare.align import RowAligner
 from probe.compare.report import model as report_model
-from probe.compare.run import compare_dumps, exit_status
+from probe.compare.run import Options, compare_dumps, exit_status
 from probe.compare.sequences import SequenceJoin, SequencePair
 from probe.compare.tokens.explained import unexplained_difference
 from probe.errors import CompareError, DumpError
@@ -387,3 +391,16 @@ def test_compare_never_imports_torch(tmp_path):
 def test_synthetic_weights_differ_by_seed():
     one, other = make_weights(Tiny(), 0), make_weights(Tiny(), 1)
     assert not np.array_equal(one["norm.weight"], other["norm.weight"])
+
+
+def test_the_repeated_command_carries_every_option_that_decides():
+    values = {"mapping": "my map.yaml", "floor": "f", "golden": "g h", "weights": "w", "min_coverage": 0.25}
+    chosen = Options(**values, across_versions=True, replay=False, text=False, jobs=3)
+    context = compare_command.make_context("compare", ["a", "b", *shlex.split(chosen.words())])
+    parsed = {name: str(value) if isinstance(value, Path) else value for name, value in context.params.items()}
+    given = {**parsed, "replay": not parsed["no_replay"]}
+    free = {"text", "jobs"}  # how it is shown, and how fast
+    for field in dataclasses.fields(Options):
+        if field.name not in free:
+            assert given[field.name] == getattr(chosen, field.name) != field.default, field.name
+    assert Options().words() == ""
