@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -127,3 +128,24 @@ def test_a_parameter_that_changed_on_disk_after_both_runs_is_no_fault(tmp_path):
         m for m in report["replay"]["modules"] if (m["name"], m["slot"]) == ("layers.1.mlp.down_proj", "output.0")
     )
     assert "not those that both sides ran with" in module["b"]["reason"]
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_values_that_are_not_finite_on_both_sides_are_found_by_the_replay(tmp_path, monkeypatch, value):
+    """The sides agree to the last bit there; what their own inputs and weights give is finite."""
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+    healthy, calls = Qwen2MLP.forward, itertools.count()
+
+    def broken(self, x):
+        found = healthy(self, x)
+        if next(calls) % 2 and x.shape[1] > 5:  # in the second of two layers, so that it stays in its row
+            found[0, 5, 3] = value
+        return found
+
+    model = make_model(tmp_path / "model", "known")
+    monkeypatch.setattr(Qwen2MLP, "forward", broken)
+    report = compare_dumps(*dumps(tmp_path, model, other="bfloat16"))
+    assert report["verdict"] == "divergent", report["summary"]
+    first = report["suspects"][0]  # what the block adds up to: no module returned the value
+    assert (first["name"], first["cause"]) == ("layers.1", "row-corruption"), report["suspects"]
