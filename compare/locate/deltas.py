@@ -65,14 +65,15 @@ def _delta(
     (before_a, after_a), (before_b, after_b) = values
     if before_a.shape != after_b.shape:
         return None
+    finite = np.logical_and.reduce([np.isfinite(part) for pair in values for part in pair])
+    before_a, after_a, before_b, after_b = (part[finite] for part in (before_a, after_a, before_b, after_b))
     delta_a, delta_b = after_a - before_a, after_b - before_b
-    finite = np.isfinite(delta_a) & np.isfinite(delta_b)
-    norm = _norm(delta_b[finite])
+    norm = _norm(delta_b)
     if not norm:
         return None
     dtype = coarser_dtype(*(reader.side.dtype_of(s) for reader, s in zip(readers, _sources(after))))
-    stored = float(np.hypot(_norm(after_b[finite]), _norm(before_b[finite])))
-    difference, ratio = _norm((delta_a - delta_b)[finite]), _norm(delta_a[finite]) / norm
+    stored = float(np.hypot(_norm(after_b), _norm(before_b)))
+    difference, ratio = _norm(delta_a - delta_b), _norm(delta_a) / norm
     return BlockDelta(label, difference / norm, ROUNDING[dtype] * stored / norm, ratio, len(in_after))
 
 
