@@ -119,6 +119,8 @@ def print_replay(data: Mapping[str, Any], everything: bool) -> None:
     _print_skipped(data)
     words = [found["verdict"] for found in modules]
     counted = ", ".join(f"{words.count(word)} {word}" for word in COLOURS if word in words)
+    cut_off = sum(found["toward_zero"] for found in modules)
+    counted += f"; {common.count(cut_off, 'result')} rounded toward zero, not to the nearest number" if cut_off else ""
     common.say(
         f"{data['verdict']}: {common.count(len(modules), 'module')} replayed, {counted}", COLOURS[data["verdict"]]
     )

@@ -47,7 +47,7 @@ class Replayed:
     ``worst_row`` and ``worst_column`` likewise of one row or feature, at ``row`` = (sequence number in the dump,
     position) and ``column``; the three ``*_band`` are what rounding may reach. ``explanations``: best first.
     ``each_row``: the error of every row at ``keys`` (NaN: not recomputed), ``relative_rows``: the same as relative L2,
-    of modules that do not fit only.
+    of modules that do not fit only. ``toward_zero``: it fits only when results are rounded toward zero.
     """
 
     label: str
@@ -65,6 +65,7 @@ class Replayed:
     verdict: str = FINE
     explanations: tuple[Explanation, ...] = ()
     reason: str = ""
+    toward_zero: bool = False
     keys: RowKeys = field(default_factory=lambda: np.zeros((0, 2), np.int64), repr=False, compare=False)
     each_row: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
     relative_rows: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
@@ -134,6 +135,16 @@ class OutlierToken:
     sequence: str
     position: int
     token: int
+    label: str
+    rel_l2: float
+    band: float
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first tensor in which a row leaves the noise band: its canonical label, the row's error (relative L2,
+    infinite where a value is finite on one side only) and the band."""
+
     label: str
     rel_l2: float
     band: float
@@ -213,6 +224,7 @@ class Evidence:
     fewer: list[FewerRows]
     tokens: dict[str, Any]
     batch: TokenBatch | None
+    ppo: dict[str, Any]
     environment: list[dict[str, Any]]
     tensor_share: float
     min_coverage: float

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Mapping
 
-from probe.compare.evidence import BROKEN, UNMODELLED, Evidence
+from probe.compare.evidence import BROKEN, UNMODELLED, Evidence, Replayed
 from probe.compare.gaps import in_brief, tensors
 from probe.compare.judge import BANDS, MODELLED, TOKEN_SUSPECT, TOKEN_WORST
 from probe.compare.locate.first import first_divergent
@@ -91,7 +92,21 @@ def _replays(e: Evidence) -> list[str]:
         parts += [f"{len(wrong) or 'none'} of {counted(len(found), 'tensor')} of {side}{reach}"] if found else []
     alike = {label for found in e.replays.by_side.values() for label, r in found.items() if r.verdict == UNMODELLED}
     both = f" {tensors(len(alike))} computed alike by both sides, but not as the replay does." if alike else ""
-    return [f"Recomputed from their own inputs, beyond rounding: {' and '.join(parts)}.{both}"] if parts else []
+    if not parts:
+        return []
+    cut = [words for side, found in e.replays.by_side.items() if (words := _toward_zero(side, found))]
+    return [f"Recomputed from their own inputs, beyond rounding: {' and '.join(parts)}.{both}", *cut]
+
+
+def _toward_zero(side: str, replayed: Mapping[str, Replayed]) -> str:
+    """Say which results of a side are rounded toward zero, empty where none are."""
+    labels = [label for label, found in replayed.items() if found.toward_zero]
+    if not labels:
+        return ""
+    return (
+        f"{side} rounds {tensors(len(labels))} toward zero instead of to the nearest number (first {labels[0]}): no "
+        "fault of the model, but every value of them is up to one spacing too small."
+    )
 
 
 def _failed_gates(e: Evidence) -> list[str]:

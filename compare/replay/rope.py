@@ -173,15 +173,18 @@ def fineness(dtype: str) -> float:
     return float(2.0 ** (MANTISSA_BITS.get(dtype, 23) - 23))
 
 
-def rotate(x: np.ndarray, turn: Rotation, positions: np.ndarray, context: Context | None = None) -> np.ndarray:
+def rotate(
+    x: np.ndarray, turn: Rotation, positions: np.ndarray, context: Context | None = None, *, fused: bool = False
+) -> np.ndarray:
     """Return heads x [n, heads, features] turned by their positions int64 [n]; features beyond the pairs stay.
 
     ``context``: round cosine, sine, products and sums to its dtype, as transformers, Megatron and vLLM do outside of
-    fused kernels.
+    fused kernels; a ``fused`` one reads a table of that dtype and rounds nothing but its result.
     """
-    step = context.rounded if context is not None else np.asarray
+    table = context.rounded if context is not None else np.asarray
+    step = np.asarray if fused else table
     angle = angles(turn, positions)[:, None, :]
-    cos, sin = step(np.cos(angle) * turn.factor), step(np.sin(angle) * turn.factor)
+    cos, sin = table(np.cos(angle) * turn.factor), table(np.sin(angle) * turn.factor)
     pairs = turn.inverse.size
     rotated = x[..., : 2 * pairs]
     if turn.interleaved:
@@ -276,7 +279,14 @@ def heads_of(values: np.ndarray, features: int, what: str) -> np.ndarray:
 
 
 def turned(
-    context: Context, name: str, values: np.ndarray, positions: np.ndarray, *, length: int, rounded: bool
+    context: Context,
+    name: str,
+    values: np.ndarray,
+    positions: np.ndarray,
+    *,
+    length: int,
+    rounded: bool,
+    fused: bool = False,
 ) -> np.ndarray:
     """Return q or k (``name``) [n, heads, features] after the model's rope, under the context's hypothesis."""
     if name in context.assume("rope_missing", ()):
@@ -285,7 +295,7 @@ def turned(
     turn = rotation(context.config, head, kind, length)
     turn = assumed(turn, context, head, kind, length)
     offsets = context.assume("position_offset", {})
-    return rotate(values, turn, positions + offsets.get(name, 0), context if rounded else None)
+    return rotate(values, turn, positions + offsets.get(name, 0), context if rounded else None, fused=fused)
 
 
 def _replay(name: str) -> Any:
@@ -293,8 +303,8 @@ def _replay(name: str) -> Any:
         values = heads_of(context.value(before_rope(context, name)), context.shape.head_dim, f"{name} before rope")
         positions = context.keys[:, 1]
         length = int(positions.max(initial=0)) + 1
-        for rounded in (True, False):
-            turned_heads = turned(context, name, values, positions, length=length, rounded=rounded)
+        for rounded, fused in ((True, False), (True, True), (False, True)):
+            turned_heads = turned(context, name, values, positions, length=length, rounded=rounded, fused=fused)
             yield turned_heads.reshape(len(values), -1)
 
     return compute

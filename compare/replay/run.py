@@ -214,6 +214,7 @@ def _replayed(
         column=figures.column,
         verdict=word,
         explanations=explanations,
+        toward_zero=reading.toward_zero,
         keys=context.keys,
         each_row=figures.each_row,
         relative_rows=np.zeros(0) if word == FINE else relative_rows(context.value(label), reading.difference),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from probe.compare.report.model import Report, counted, label, number
+from probe.compare.report.model import Report, counted, label, number, worst_tokens
 
 #: Sides of a suspect or a tensor -> the words a reader sees.
 SIDES = {"a": "A", "b": "B", "both": "A and B", "unknown": "unknown", "": ""}
@@ -67,6 +67,21 @@ def action_title(report: Report) -> str:
     return ACTIONS.get(report["action"].get("word", ""), "")
 
 
+#: Where the difference of a token lies -> words; a tensor's name stands in place of the first.
+LIES_IN = {
+    "layer": "a layer",
+    "log-prob": "log-prob only",
+    "noise": "rounding only",
+    "unknown": "not known",
+}
+
+
+def first_words(token: Mapping[str, Any]) -> str:
+    """Return where the row that scores a token first leaves the noise band, in words; empty where nobody looked."""
+    first = token.get("first_layer")
+    return label(first) if first else LIES_IN.get(token.get("lies_in", ""), "")
+
+
 # -- where ------------------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +109,7 @@ def first_pattern(report: Report, key: str) -> Mapping[str, Any] | None:
 
 
 def located_words(report: Report) -> list[str]:
-    """Return sentences on where the divergence is: growth, rows, columns, tokens; none for a healthy pair."""
+    """Return sentences on where the divergence is: growth, rows, columns, tokens; none where nothing stands out."""
     located = report["located"]
     sentences = []
     jumps = located.get("jumps") or []
@@ -112,7 +127,32 @@ def located_words(report: Report) -> list[str]:
         more = f", and {len(tokens) - 1} more" if len(tokens) > 1 else ""
         place = f"position {tokens[0]['position']} of {tokens[0]['sequence']}"
         sentences.append(f"Tokens that stand out: {place}, first in {label(tokens[0])}{more}.")
-    return sentences
+    return sentences + worst_words(report)
+
+
+def worst_words(report: Report) -> list[str]:
+    """Return sentences on where the worst tokens come from: a layer, or no layer at all; none where rounding does."""
+    worst = [token for token in worst_tokens(report) if "lies_in" in token]
+    order = {(layer["name"], layer["slot"]): layer["order"] for layer in report["layers"]}
+    first = [token["first_layer"] for token in worst if token["first_layer"]]
+    sentences = []
+    if first:
+        earliest = min(first, key=lambda entry: order.get((entry["name"], entry["slot"]), len(order)))
+        here = sum(label(entry) == label(earliest) for entry in first)
+        sentences.append(
+            f"{len(first)} of the {len(worst)} worst tokens are scored by rows that leave the noise band, the earliest "
+            f"in {label(earliest)} ({counted(here, 'token')})."
+        )
+    outside = sum(token["lies_in"] == "log-prob" for token in worst)
+    return sentences + ([log_prob_words(outside, len(worst))] if outside else [])
+
+
+def log_prob_words(outside: int, of: int) -> str:
+    """Return what it means that some of the worst tokens differ although their hidden states and logits agree."""
+    return (
+        f"Of the {of} worst tokens {outside} have hidden states and logits that agree within rounding: their log-probs "
+        "part in how they are taken (temperature, top-p, a shift, the precision of the log-softmax), not in a layer."
+    )
 
 
 OWN_FLOORS = 4.0
@@ -165,7 +205,9 @@ def replay_words(report: Report) -> list[str]:
             found = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
             source = (replay.get("weights") or {}).get(side)
             weights = f" Weights: {source}." if source else ""
-            sentences.append(f"{side.upper()}: {counted(len(done), 'module')} replayed, {found}.{weights}")
+            cut = sum(bool(found["toward_zero"]) for found in done)
+            rounding = f" {counted(cut, 'result')} rounded toward zero." if cut else ""
+            sentences.append(f"{side.upper()}: {counted(len(done), 'module')} replayed, {found}.{rounding}{weights}")
         if why:
             what = "modules with parameters were not replayed" if done else "not replayed"
             sentences.append(f"{side.upper()}: {what}: {why}.")

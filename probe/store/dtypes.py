@@ -109,6 +109,20 @@ def round_to(values: np.ndarray, name: str) -> np.ndarray:
     return np.asarray(values, np.float64 if name == "float64" else np.float32)
 
 
+def truncate_to(values: np.ndarray, name: str) -> np.ndarray:
+    """Return float64 values rounded toward zero in dtype ``name``, bfloat16 or float16, as float64.
+
+    So round kernels that cut the low bits of a float32 off. NaN and infinities stay.
+    """
+    nearest = round_to(values, name)
+    beyond = np.isfinite(values) & (np.abs(nearest.astype(np.float64)) > np.abs(values))
+    if name == "bfloat16":
+        cut = (nearest.view(np.uint32) - (beyond.astype(np.uint32) << 16)).view(np.float32)
+    else:
+        cut = np.where(beyond, np.nextafter(nearest.astype(np.float16), np.float16(0)), nearest)
+    return cut.astype(np.float64)
+
+
 def _round_float8(values: np.ndarray, name: str) -> np.ndarray:
     """Round to an 8-bit float; beyond its largest number values saturate, as engines cast weights."""
     grid = _float8_values(name)[:128].astype(np.float64)
