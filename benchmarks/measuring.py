@@ -69,10 +69,9 @@ def loop_cases(x: np.ndarray, y: np.ndarray, dtype: str) -> dict[str, Callable[[
     exponent = kernels.EXPONENTS[dtype]
     words = [values.view(exponent.dtype) for values in (x, y)]
     bits = [values.reshape(-1, kernels.CHUNK) for values in words]
-    per_row = [np.zeros(len(x)) for _ in range(3)]
-    per_row += [np.zeros(len(x), np.int64), np.zeros(len(x), bool)]
-    per_channel = np.zeros(x.shape[1]), np.zeros(x.shape[1]), np.zeros(x.shape[1], np.int64)
-    more = np.zeros(kernels.COUNTS, np.int64), np.zeros((8, 2), np.int64), 0, np.int64(0)
+    per_row = [*(np.zeros(len(x)) for _ in range(4)), np.zeros(len(x), bool)]
+    per_channel = [np.zeros(x.shape[1]) for _ in range(3)]
+    more = np.zeros(kernels.COUNTS, np.int64), np.zeros((8, 2), np.int64), 0, 0.0
     histogram = np.zeros((kernels.LANES, kernels.ULP_BINS), np.int64)
     return {
         "read": lambda: read(*flat),

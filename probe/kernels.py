@@ -1,8 +1,7 @@
 """The compiled inner loops of measuring a tensor pair: numba, imported where it pays, compiled once per machine.
 
 :func:`load` imports numba and compiles; until it has, :func:`compiled` returns None and numpy does the same work
-(:mod:`probe.metrics`). All sums are float64. Maxima are taken of the bits of |x - y|, which order as the numbers do:
-LLVM vectorises a maximum of integers, not one of floats.
+(:mod:`probe.metrics`). All sums are float64.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ LANES = 4
 """Histograms that take turns, so that equal distances one after another do not wait for each other's store."""
 CHUNK = 512
 """Pairs whose distances are computed in one vectorised loop before they are counted."""
-
-_MAGNITUDE = np.int64(0x7FFFFFFFFFFFFFFF)
 
 
 @dataclass(frozen=True)
@@ -101,6 +98,7 @@ def _decorated(numba: Any, *, cache: bool) -> Compiled:
     overload = numba.extending.overload
     overload(_number, inline="always")(_number_of)
     overload(_narrow, inline="always")(_narrow_of)
+    overload(_larger, inline="always")(_larger_of)
     for inline, functions in _PARTS.items():
         for function in functions:
             overload(function, inline=inline, strict=False)(partial(_itself, function))
@@ -123,8 +121,8 @@ def _compile(found: Compiled, kinds: Iterable[str], say: Callable[[], None] | No
         none, exponent = np.zeros((0, 1), CARRIERS[kind]), EXPONENTS[kind]
         words = none.view(exponent.dtype)
         sums, integers = np.zeros(1), np.zeros(COUNTS, np.int64)
-        rows = sums[:0], sums[:0], sums[:0], integers[:0], np.zeros(0, bool)
-        columns = sums, sums.copy(), integers[:1].copy()
+        rows = *(sums[:0] for _ in range(4)), np.zeros(0, bool)
+        columns = sums, sums.copy(), sums.copy()
         for function, bits in ((found.ulps16, np.uint16), (found.ulps32, np.uint32)):
             if np.dtype(bits).itemsize <= none.itemsize < 8:  # float32 may be measured in steps of a 16-bit dtype
                 calls.append((function, (none.astype(bits), none.astype(bits), np.zeros((LANES, ULP_BINS), np.int64))))
@@ -142,7 +140,7 @@ def _compile(found: Compiled, kinds: Iterable[str], say: Callable[[], None] | No
                     integers,
                     np.zeros((0, 2), np.int64),
                     0,
-                    np.int64(0),
+                    0.0,
                 ),
             )
         )
@@ -185,9 +183,28 @@ def _narrow_of(value, like):
     return narrow
 
 
-def _distance(p, q):
-    """Return the bits of |p - q|."""
-    return np.float64(p - q).view(np.int64) & _MAGNITUDE
+def _larger(a, b):
+    """Return the larger of two float64, of which none is NaN; compiled as :func:`_larger_of` says."""
+    raise NotImplementedError
+
+
+def _larger_of(a, b):
+    from llvmlite import ir  # type: ignore[import-untyped]
+    from numba import types
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def maximum(context, a, b):
+        def call(context, builder, signature, arguments):
+            double = ir.DoubleType()
+            kind = ir.FunctionType(double, [double, double])
+            # LLVM vectorises the maximum of a row in this form only, and only without NaN
+            function = builder.module.declare_intrinsic("llvm.maxnum", [double], kind)
+            return builder.call(function, arguments, fastmath=("nnan", "nsz"))
+
+        return types.float64(a, b), call
+
+    return lambda a, b: maximum(a, b)
 
 
 def _sums(
@@ -207,13 +224,13 @@ def _sums(
     counts: np.ndarray,
     places: np.ndarray,
     first_row: int,
-    best: np.int64,
-) -> np.int64:
+    best: float,
+) -> float:
     """Take blocks x and y [rows, features] in one pass: fill in their rows, add to the columns and to the counts.
 
     ``bits_x``, ``bits_y``: the blocks as integers; ``exponent``: those of the exponent, all set where a value is not
-    finite. Maxima are bits of float64; ``best`` is the largest so far, and what is returned. Two rows go together, so
-    that each column is loaded and stored once for both.
+    finite. ``best``: the largest |x - y| so far, and what is returned. Two rows go together, so that each column is
+    loaded and stored once for both.
     """
     rows, features = x.shape
     zero_x, zero_y = np.zeros(features, x.dtype), np.zeros(features, y.dtype)
@@ -228,20 +245,19 @@ def _sums(
             x1, y1 = x1.copy(), y1.copy()
             row_mismatch[row + 1] = _take_out(x1, y1, counts, places, first_row + row + 1)
         d2_0 = x2_0 = y2_0 = d2_1 = x2_1 = y2_1 = 0.0
-        max_0 = max_1 = np.int64(0)
+        max_0 = max_1 = 0.0
         for column in range(features):
             p, q = _number(x0[column]), _number(y0[column])
-            size_0, d0, s0 = _distance(p, q), (p - q) * (p - q), q * q
+            size_0, d0, s0 = np.abs(p - q), (p - q) * (p - q), q * q
             d2_0, x2_0, y2_0 = d2_0 + d0, x2_0 + p * p, y2_0 + s0
-            max_0 = size_0 if size_0 > max_0 else max_0
+            max_0 = _larger(max_0, size_0)
             p, q = _number(x1[column]), _number(y1[column])
-            size_1, d1, s1 = _distance(p, q), (p - q) * (p - q), q * q
+            size_1, d1, s1 = np.abs(p - q), (p - q) * (p - q), q * q
             d2_1, x2_1, y2_1 = d2_1 + d1, x2_1 + p * p, y2_1 + s1
-            max_1 = size_1 if size_1 > max_1 else max_1
+            max_1 = _larger(max_1, size_1)
             column_d2[column] += d0 + d1
             column_y2[column] += s0 + s1
-            size = size_1 if size_1 > size_0 else size_0
-            column_max[column] = size if size > column_max[column] else column_max[column]
+            column_max[column] = _larger(column_max[column], _larger(size_0, size_1))
         row_d2[row], row_x2[row], row_y2[row], row_max[row] = d2_0, x2_0, y2_0, max_0
         if max_0 > best:
             best, counts[MAX_ROW], counts[MAX_FEATURE] = max_0, first_row + row, _where(x0, y0, max_0)
@@ -287,7 +303,7 @@ def _take_out(x, y, counts, places, row):
 def _where(x, y, size):
     """Return the first column of two rows where |x - y| is ``size``."""
     for column in range(len(x)):
-        if _distance(_number(x[column]), _number(y[column])) == size:
+        if np.abs(_number(x[column]) - _number(y[column])) == size:
             return column
     return 0
 
@@ -343,7 +359,7 @@ def _count(bins, length, histograms):
 
 
 _PARTS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "always": (_distance, _count),
+    "always": (_count,),
     "never": (_any_odd, _take_out, _where),
 }
 """Functions that the compiled ones call, by whether their text is put in the place of the call."""

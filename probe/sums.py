@@ -64,11 +64,10 @@ class PairSums:
         exponent = EXPONENTS[kind]
         x, y = (np.require(values, CARRIERS[kind], ("C", "W")) for values in (x, y))
         bits = x.view(exponent.dtype), y.view(exponent.dtype), exponent
-        rows = self.row_d2[where], self.row_x2[where], self.row_y2[where], self.row_max[where].view(np.int64)
-        channels = self.channel_d2, self.channel_y2, self.channel_max.view(np.int64)
-        best = np.float64(self.max_abs).view(np.int64)
-        more = self.row_mismatch[where], *channels, self.counts, self.places, where.start, best
-        self.max_abs = float(np.int64(kernels.sums(x, y, *bits, *rows, *more)).view(np.float64))
+        rows = self.row_d2[where], self.row_x2[where], self.row_y2[where], self.row_max[where]
+        channels = self.channel_d2, self.channel_y2, self.channel_max
+        more = self.row_mismatch[where], *channels, self.counts, self.places, where.start, self.max_abs
+        self.max_abs = float(kernels.sums(x, y, *bits, *rows, *more))
 
     def add(self, x: np.ndarray, y: np.ndarray, where: slice) -> None:
         """Take rows ``where``, numbers of any real dtype."""

@@ -124,22 +124,28 @@ def _seen(hidden: np.ndarray, start: int) -> tuple[slice, np.ndarray]:
     return slice(start + first, start + stop), hidden[:, first:stop]
 
 
+def times(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """Return x @ matrix for x [n, h, d] in one product; numpy would make n of them, with h rows each."""
+    return np.asarray(x.reshape(-1, x.shape[-1]) @ matrix).reshape(*x.shape[:-1], matrix.shape[-1])
+
+
 def _attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, hidden: np.ndarray, core: Core, precision: Precision
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attend with queries [n, h, d] of one group to its keys [m, d] and values [m, e]."""
     step = precision.step or np.asarray
-    scores = q @ k.T
-    scores = step((scores if precision.once else step(scores)) * core.scale)
+    scores = times(q, k.T)
+    scores = scores if precision.once else step(scores)
+    scores *= core.scale
+    scores = step(scores)
     if core.cap:
         scores = step(core.cap * step(np.tanh(step(scores / core.cap))))
-    raw = scores
-    scores = raw.copy()
-    np.copyto(scores, -np.inf, where=hidden[:, None, :])
+    raw, seen = scores, ~hidden[:, None, :]
+    scores = np.where(seen, raw, -np.inf)
     scores -= scores.max(axis=-1, keepdims=True)
-    weights = np.exp(scores)
+    weights = np.exp(scores, out=np.zeros_like(scores), where=seen)  # of what is hidden it would take as long
     weights /= weights.sum(axis=-1, keepdims=True)
-    context = step(weights) @ v
+    context = times(step(weights), v)
     if precision.quiet:
         return context, np.full_like(context, np.nan)
     return context, _noise(q, k, v, (raw, scores), weights, context, core, precision)
@@ -174,43 +180,47 @@ def _noise(
     """
     fine = fineness(precision.dtype)
     kind = _noise_dtype(q, k, v)
-    q2, k2, v2 = (np.square(x).astype(kind) for x in (q, k, v))
+    q2, k2, v2 = (np.square(x, dtype=kind, casting="same_kind") for x in (q, k, v))
     of_q, of_k = np.full((), fine**2 * ACCUMULATION * q.shape[-1], kind), None
     if precision.turns is not None:
         turned_q, of_k = ((1 + fine**2 * ANGLE * np.square(turn)).astype(kind) for turn in precision.turns)
         of_q = of_q + turned_q[:, None]
-    squares = (q2 * of_q) @ k2.T
+    squares = times(q2 * of_q, k2.T)
     if of_k is not None:
-        squares += q2 @ (k2 * of_k).T
+        squares += times(q2, (k2 * of_k).T)
     raw, away = (x.astype(kind) for x in scores)
     if core.cap:
         squares *= np.square(1 - np.square(raw / kind(core.cap)))  # the slope of the cap: c tanh(s / c)
-    spread = np.square(weights.astype(kind))
-    exponent = np.square(away, out=away)
-    exponent += 2 * np.square(raw, out=raw)
-    np.copyto(exponent, 0, where=spread == 0)  # a hidden key's is infinite
+    spread = weights.astype(kind)
+    np.square(spread, out=spread)
     squares *= kind(core.scale**2)
-    exponent *= kind(fine**2)
-    squares += exponent
+    np.square(raw, out=raw)
+    raw *= kind(2 * fine**2)
+    np.square(away, out=away)
+    away *= kind(fine**2)
+    np.copyto(away, 0, where=spread == 0)  # a hidden key's is infinite
+    squares += raw
+    squares += away
     squares += 1
     squares *= spread
     effective = 1 / np.maximum(spread.sum(axis=-1, keepdims=True), np.finfo(kind).tiny)
     center = context.astype(kind)
     carried = _around(squares, v.astype(kind), v2, center)
-    accumulated = kind(fine**2 * ACCUMULATION) * effective * (np.square(center) + spread @ v2)
+    accumulated = kind(fine**2 * ACCUMULATION) * effective * (np.square(center) + times(spread, v2))
     return np.asarray(np.sqrt(carried + accumulated), np.float64)
 
 
 def _noise_dtype(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> type[np.floating[Any]]:
     """Return float32, which is fine enough for a noise, where no square of these can overflow or vanish in it."""
-    scores, values = np.abs(q).max(initial=0.0) * max(1.0, np.abs(k).max(initial=0.0)), np.abs(v).max(initial=0.0)
+    queries, keys, values = (max(x.max(initial=0.0), -x.min(initial=0.0)) for x in (q, k, v))
+    scores = queries * max(1.0, keys)
     inside = scores < FLOAT32_RANGE[1] and FLOAT32_RANGE[0] < values < FLOAT32_RANGE[1]
     return np.float32 if inside else np.float64
 
 
 def _around(weights: np.ndarray, v: np.ndarray, v2: np.ndarray, context: np.ndarray) -> np.ndarray:
     """Return sum_j w_j (v_j - context)^2 of each feature, [n, h, e]; ``v2``: the squares of v."""
-    squares = weights @ v2 - 2 * context * (weights @ v)
+    squares = times(weights, v2) - 2 * context * times(weights, v)
     return np.maximum(squares + weights.sum(axis=-1, keepdims=True) * np.square(context), 0)
 
 
