@@ -16,13 +16,23 @@ from click.core import ParameterSource
 from probe.cli import common
 from probe.cli.progress import observing
 from probe.errors import UsageError
-from probe.hooks.runners.job import DEFAULT_ENGINE, DTYPES, ENGINES, MAX_SEED, DumpJob, Parallel, Sampling, check_job
+from probe.hooks.runners.job import (
+    DEFAULT_ENGINE,
+    DTYPES,
+    ENGINES,
+    MAX_SEED,
+    PROCESSED,
+    RAW,
+    DumpJob,
+    Parallel,
+    Sampling,
+    check_job,
+)
 from probe.hooks.runners.parallel import listed
 from probe.settings import STAGES
 from probe.store.reader import Dump, open_dump
 
 DEVICES = ("auto", "cpu", "cuda", "npu")
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LAYOUTS = ("padded", "packed")
 PRECISE = "transformers"
 """The engine that can run in float64."""
@@ -37,7 +47,6 @@ output_group = common.option("Output")
 PARALLEL_OPTIONS = tuple(field.name for field in fields(Parallel))
 SAMPLING_OPTIONS = ("n", "max_tokens", "temperature", "top_p", "ignore_eos")
 ENGINE_OPTIONS = {
-    "logprobs_mode": ("vllm",),
     "out_of_process": ("vllm",),
     "layout": ("megatron",),
     "micro_batch_size": ("megatron", "transformers", "fsdp", "fsdp1"),
@@ -134,10 +143,10 @@ class EngineArgument(click.ParamType):
 @engine_group("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="auto: the best here.")
 @engine_group(
     "--logprobs-mode",
-    type=click.Choice(LOGPROBS_MODES),
-    default="raw_logprobs",
+    type=click.Choice((RAW, PROCESSED)),
+    default=RAW,
     show_default=True,
-    help="vllm: log-probs before or after temperature and top-p.",
+    help="Log-probs before or after temperature and top-p (with --from: those of the rollout).",
 )
 @engine_group(
     "--micro-batch-size",
@@ -293,4 +302,5 @@ def next_command(dump: Dump, job: DumpJob) -> str:
     here = shlex.quote(str(dump.path))
     if job.source is not None:
         return f"probe compare {shlex.quote(str(job.source))} {here}"
-    return f"probe dump --stage actor --from {here} -o {shlex.quote(str(dump.path.with_name('actor')))}"
+    alike = f" --logprobs-mode {PROCESSED}" if job.sampling.logprobs_mode == PROCESSED else ""
+    return f"probe dump --stage actor --from {here}{alike} -o {shlex.quote(str(dump.path.with_name('actor')))}"

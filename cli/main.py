@@ -19,6 +19,7 @@ from probe.errors import ProbeError
 COMMANDS: dict[str, str] = {
     "dump": "Run a model on an engine and store its tensors, rows and log-probs.",
     "compare": "Compare two dumps and say where they first disagree.",
+    "tokens": "Compare log-probs token by token, and what they do to a PPO update.",
     "replay": "Recompute each module of one dump in float64 from its own inputs.",
     "show": "Show what a dump holds, or one module of it.",
     "doctor": "Say what is installed, what works here and what is missing.",

@@ -52,6 +52,8 @@ def in_brief(e: Evidence) -> list[str]:
     gaps += [f"{tensors(unknown)} of unknown name"] if unknown else []
     lone = sum(e.tokens["lone"].values())
     gaps += [f"{counted(lone, 'log-prob')} on one side only"] if lone else []
+    broken = sum(entry["count"] for entry in e.tokens["not_finite"])
+    gaps += [f"{counted(broken, 'log-prob')} not finite"] if broken else []
     gaps += ["weights not compared"] if _unseen_weights(e) else []
     for side, broken in _broken_weights(e).items():
         gaps += [f"{counted(len(broken), 'parameter')} of {side} without all shards"] if broken else []
@@ -108,6 +110,9 @@ def not_compared(e: Evidence) -> list[str]:
         sentences.append("log-probs: no response token has one on both sides")
     for side, count in e.tokens["lone"].items():
         sentences += [f"{counted(count, 'response token')}: only {side} has a finite log-prob of it"] if count else []
+    for entry in e.tokens["not_finite"]:
+        where = f"first at position {entry['position']} of the response of {entry['sequence']}"
+        sentences.append(f"{counted(entry['count'], 'log-prob')} of {entry['side']}: {entry['kind']} ({where})")
     sentences += _unseen_weights(e)
     for side, broken in _broken_weights(e).items():
         for name, gap in list(broken.items())[:1]:

@@ -24,6 +24,7 @@ from probe.compare.gaps import not_compared
 from probe.compare.judge import overall
 from probe.compare.locate.first import first_divergence, worst_rows
 from probe.compare.locate.run import locate
+from probe.compare.locate.token_layers import join_layers
 from probe.compare.logprobs import complete_logprobs
 from probe.compare.mapping import load_map, read_mapped
 from probe.compare.match import SAME_NAME, Match, Matching, match_tensors
@@ -32,10 +33,11 @@ from probe.compare.moe.experts import excuse_idle, is_expert
 from probe.compare.moe.flips import Routing
 from probe.compare.moe.section import section as moe_section
 from probe.compare.names.canonical import LOGITS
+from probe.compare.ppo import PPOConfig
 from probe.compare.preflight import preflight
 from probe.compare.replay.run import replay_sides
 from probe.compare.replay.verdicts import apply_replays, scaled_after_the_head
-from probe.compare.report.model import NOT_BUILT, SCHEMA, clean_floats
+from probe.compare.report.model import SCHEMA, clean_floats
 from probe.compare.sampling_gate import OTHER_DISTRIBUTION
 from probe.compare.sections import coverage_section, dump_summary, layers_section
 from probe.compare.sequences import SequenceJoin, join_sequences
@@ -45,9 +47,11 @@ from probe.compare.tokens.batch import batch_of_dumps
 from probe.compare.tokens.explained import unexplained_difference
 from probe.compare.tokens.section import token_section
 from probe.compare.tokens.text import load_decoder
+from probe.compare.tokens.update import ppo_section
 from probe.compare.weights_gate import declared_lag
 from probe.errors import CompareError
 from probe.store.reader import Dump, open_dump
+from probe.store.schema import RL
 
 EXIT_STATUS = {"consistent": 0, "suspect": 1, "divergent": 1, "incomparable": 2}
 MIN_COVERAGE = 0.9
@@ -122,7 +126,8 @@ def compare_open(a: Dump, b: Dump, *, observer: Observer | None = None, **option
     measured = measurer.run()
     gates += [*floor_gate, *measure_golden(side_a, side_b, measured, chosen.golden)]
     batch = batch_of_dumps(a, b, aligner)
-    tokens = token_section(batch, load_decoder(a, b) if chosen.text else None)
+    decode = load_decoder(a, b) if chosen.text else None
+    tokens = token_section(batch, decode)
     rows = count_rows(aligner, measurer.joins, a, b, measurer.recomputed, measurer.left_out())
     _require_something(a, b, measured, tokens, rows)
     excuse_idle(matching, measurer.routing)
@@ -141,6 +146,7 @@ def compare_open(a: Dump, b: Dump, *, observer: Observer | None = None, **option
         fewer,
         tokens,
         batch,
+        ppo_section(batch, PPOConfig(), decode),
         environment,
         share,
         chosen.min_coverage,
@@ -167,6 +173,7 @@ def _conclude(e: Evidence, aligner: RowAligner, options: Options) -> None:
     e.verdict = overall(words, statuses, unexplained.mean, coverage, e.min_coverage, unexplained.worst, other)
     e.first = first_divergence(e.measured, e.join.pairs)
     e.located = locate(e)
+    join_layers(e)
     e.suspects = diagnose(e)
 
 
@@ -191,7 +198,7 @@ def _report(e: Evidence, routing: Routing) -> dict[str, Any]:
         "suspects": [suspect.as_dict() for suspect in e.suspects],
         "moe": moe_section(routing, [pair.label for pair in e.join.pairs]),
         "tokens": e.tokens,
-        "ppo": not_built("the effect on the PPO update is not computed yet"),
+        "ppo": e.ppo,
         "environment": e.environment,
         "backends": {"a": e.a.manifest.get("backends") or {}, "b": e.b.manifest.get("backends") or {}},
         "action": recommend(e),
@@ -202,11 +209,6 @@ def _report(e: Evidence, routing: Routing) -> dict[str, Any]:
 def exit_status(report: Mapping[str, Any]) -> int:
     """Return the exit status of a report: 0 consistent, 1 suspect or divergent, 2 incomparable."""
     return EXIT_STATUS[report["verdict"]]
-
-
-def not_built(detail: str) -> dict[str, str]:
-    """Return the section of a report whose content this version does not produce."""
-    return {"status": NOT_BUILT, "detail": detail}
 
 
 # -- two dumps that have nothing in common ----------------------------------------------------------------------------
@@ -267,5 +269,5 @@ def _tensor_share(a: Side, b: Side, matching: Matching, measured: list[Measured]
     compared = sum(entry.metrics is not None for entry in measured)
     total = len(measured) + len(matching.only_a) + len(matching.only_b)
     if not total:
-        return 0.0 if a.dump.tensors and b.dump.tensors else 1.0
+        return 0.0 if all(any(module != RL for module, _ in side.dump.tensors) for side in (a, b)) else 1.0
     return compared / total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from probe.compare.judge import TOKEN_SUSPECT
 from probe.compare.report.model import counted
 from probe.compare.sampling_fits import (
     FEW,
-    SAME_TEMPERATURE,
     SHIFT_NATS,
     SHIFT_SHARE,
     Rows,
@@ -20,26 +20,20 @@ from probe.compare.sampling_fits import (
     explain,
     logit_rows,
     one_signed,
-    scores,
     shift_between,
     zero_filled,
 )
 from probe.compare.sequences import SequenceJoin, sequence_labels
 from probe.compare.side import Side
+from probe.compare.tokens.batch import infinite_tokens, not_finite_findings, origin_of
+from probe.compare.tokens.declared import SUBJECT, declared_apart, held_against, in_words, misdeclared, unfit_for_ratio
 from probe.compare.tokens.join import JoinedTokens, join_tokens
-from probe.compare.tokens.meaning import SOURCES, Semantics, Sources, choose_sources, engine_semantics
+from probe.compare.tokens.meaning import SOURCES, Sources, choose_sources
+from probe.sampling import Semantics, drawn_from, engine_semantics
 from probe.store.reader import Dump
 
-SUBJECT = "log-probs"
 OTHER_DISTRIBUTION = ("temperature-semantics", "renormalised-top-p")
 """Causes that leave the logits comparable and a PPO ratio of the two sides' log-probs wrong: suspect, not divergent."""
-LOST_NATS = 1e-3
-"""Mean disagreement (nats) of an engine's log-probs with its own fp32 logits that is a fault: both come from the same
-numbers, so that healthy ones lie within 1e-5 (fp32 sums over the vocabulary); coarser logits allow their rounding."""
-LOST_ROUNDINGS = 4.0
-"""Roundings of those logits (sampling_fits.one_rounding) that the mean disagreement may reach: an engine may compute
-its log-probs from logits before they were rounded, from ones rounded once more, and round them."""
-
 OTHER = {"a": "b", "b": "a"}
 
 
@@ -59,18 +53,20 @@ def sampling_gate(a: Side, b: Side, join: SequenceJoin) -> Gate:
         return Gate("sampling", "skipped", "a side holds no log-probs of response tokens")
     tokens = join_tokens(a.dump, b.dump, RowAligner(join, a.dump.sequences, b.dump.sequences), sources)
     findings = [] if _of_the_model(findings, tokens) else findings
-    if not findings:
-        findings = [*_between(sides, sources, tokens)]
+    infinite = not_finite_findings(infinite_tokens(tokens, join.pairs))
+    findings = [*infinite, *(findings or _between(sides, sources, tokens))]
     if findings:
         return _failed(findings)
-    warned = _raw_findings(a.dump, b.dump, sources)
-    if not sources.comparable:
-        return _different(a.dump, b.dump, sources)
+    origins = origin_of(a.dump, sources.a), origin_of(b.dump, sources.b)
+    if apart := declared_apart(origins):
+        gate = _failed(apart)
+        return replace(gate, detail=f"{gate.detail}; set one logprobs_mode and temperature on both sides")
+    warned = unfit_for_ratio(origins)
     copies = _copies(a.dump, b.dump, sources, tokens)
     if warned:
         text = "; ".join([*(finding.text for finding in warned), *copies])
         return Gate("sampling", "warn", text, tuple(warned))
-    text = f"both sides' log-probs are {_meaning(a.dump, sources.a)}"
+    text = f"both sides' log-probs are {in_words(origins[0].meaning or Semantics())}"
     return Gate("sampling", "pass", "; ".join([text, *copies]))
 
 
@@ -88,59 +84,6 @@ def _failed(findings: list[GateFinding]) -> Gate:
     more = f" and {len(findings) - SHOWN} more" if len(findings) > SHOWN else ""
     text = "; ".join(finding.text for finding in findings[:SHOWN]) + more
     return Gate("sampling", "fail", text, tuple(findings))
-
-
-def _different(a: Dump, b: Dump, sources: Sources) -> Gate:
-    """Return the gate of log-probs whose declared distributions differ, where logits cannot replace them."""
-    said = " and ".join(_meaning(d, n) for d, n in ((a, sources.a), (b, sources.b)))
-    text = f"the log-probs are of different distributions: {said}"
-    meanings = [_semantics(d, n) for d, n in ((a, sources.a), (b, sources.b))]
-    cooler = meanings[0].temperature != meanings[1].temperature
-    side = "a" if meanings[0] != Semantics() else "b"
-    figures = {f"temperature {name}": meaning.temperature for name, meaning in zip("ab", meanings)}
-    figures |= {f"top_p {name}": meaning.top_p for name, meaning in zip("ab", meanings)}
-    cause = "temperature-semantics" if cooler else "renormalised-top-p"
-    fix = "set one logprobs_mode and temperature on both sides"
-    return Gate("sampling", "fail", f"{text}; {fix}", (GateFinding(cause, SUBJECT, side, text, figures),))
-
-
-# -- what is declared -------------------------------------------------------------------------------------------------
-
-
-def _semantics(dump: Dump, source: str) -> Semantics:
-    return Semantics() if source == "recomputed" else engine_semantics(dump.manifest)
-
-
-def _meaning(dump: Dump, source: str) -> str:
-    semantics = _semantics(dump, source)
-    if semantics == Semantics():
-        return "of the untouched logits (temperature 1)"
-    return f"processed with temperature {semantics.temperature:g} and top-p {semantics.top_p:g}"
-
-
-def _raw_findings(a: Dump, b: Dump, sources: Sources) -> list[GateFinding]:
-    """Return warnings that leave the comparison valid but not the PPO ratio built on these log-probs."""
-    found = []
-    for name, dump, source in (("a", a, sources.a), ("b", b, sources.b)):
-        sampling = dump.manifest.get("sampling") or {}
-        temperature, top_p = float(sampling.get("temperature") or 0.0), float(sampling.get("top_p") or 1.0)
-        changed = temperature not in (0.0, 1.0) or top_p < 1.0
-        figures = {"temperature": temperature, "top_p": top_p}
-        if changed and str(dump.manifest.get("logprobs_mode") or "raw_logprobs").startswith("raw"):
-            text = (
-                f"{name} sampled with temperature {temperature:g} and top-p {top_p:g} but returned raw log-probs: a "
-                "PPO ratio over its samples needs processed_logprobs"
-            )
-            found.append(GateFinding("raw-logprobs", SUBJECT, name, text, figures))
-        elif changed and source == "recomputed":
-            cause = "temperature-semantics" if temperature not in (0.0, 1.0) else "renormalised-top-p"
-            text = (
-                f"{name}'s processed log-probs (temperature {temperature:g}, top-p {top_p:g}) were set aside for ones "
-                "recomputed from its logits: the other side's are of the untouched logits, and a PPO ratio of the two "
-                "is not 1"
-            )
-            found.append(GateFinding(cause, SUBJECT, name, text, figures))
-    return found
 
 
 def _copies(a: Dump, b: Dump, sources: Sources, tokens: JoinedTokens) -> list[str]:
@@ -190,60 +133,10 @@ def _against_own_logits(name: str, side: Side) -> Iterator[GateFinding]:
         return
     rows = logit_rows(side, table["sequence"][known], table["position"][known], engine[known])
     if rows is not None:
-        yield from _checked(name, side.dump, rows, declared, "its own logits")
+        yield from held_against(name, rows, declared, drawn_from(side.dump.manifest.get("sampling") or {}))
     elif apart > SHIFT_NATS and declared == Semantics():
         text = f"the log-probs of {name} lie {apart:.2g} nats from those of its own logits"
         yield GateFinding("logprob-source", SUBJECT, name, text, {"nats": apart})
-
-
-def _checked(name: str, dump: Dump, rows: Rows, declared: Semantics, whose: str) -> Iterator[GateFinding]:
-    """Yield a finding where log-probs are not what is declared of them, given the logits that they should come from."""
-    raw = scores(rows.logits, rows.tokens)
-    apart = float(np.abs(rows.logprobs - raw).mean())
-    if apart <= rows.tolerance:
-        expected = float(np.abs(scores(rows.logits, rows.tokens, declared.temperature) - raw).mean())
-        if declared.temperature != 1 and expected > 4 * rows.tolerance:
-            text = f"{name} declares log-probs processed with temperature {declared.temperature:g}"
-            more = f"{text}, but they are those of the untouched logits"
-            yield GateFinding("raw-logprobs", SUBJECT, name, more, {"nats": expected})
-        elif declared == Semantics():
-            yield from _lost(name, rows, apart, whose)
-        return
-    sampling = dump.manifest.get("sampling") or {}
-    stated = {declared.temperature, float(sampling.get("temperature") or 1.0)} - {1.0}
-    fit = explain(rows, tuple(stated))
-    if fit is None:
-        if declared.top_p == 1:
-            yield from _lost(name, rows, apart, whose)
-        return
-    if not _as_declared(fit.figures, declared):
-        text = f"the log-probs of {name} are {fit.text}, not as declared {_declared(declared)}"
-        yield GateFinding(fit.cause, SUBJECT, name, text, {**fit.figures, "nats": apart})
-
-
-def _lost(name: str, rows: Rows, apart: float, whose: str) -> Iterator[GateFinding]:
-    """Yield a finding where log-probs do not come from the logits and no other distribution explains them."""
-    allowed = max(LOST_NATS, LOST_ROUNDINGS * rows.rounding)
-    if apart > allowed:
-        text = f"the log-probs of {name} lie {apart:.2g} nats from those of {whose} (rounding allows {allowed:.2g})"
-        more = f"{text}, and no temperature or top-p explains it"
-        figures = {"nats": apart, "rounding": rows.rounding}
-        yield GateFinding("logprob-source", SUBJECT, name, more, figures)
-
-
-def _as_declared(figures: dict[str, float], declared: Semantics) -> bool:
-    """Tell whether a fit is the distribution that the run declares."""
-    if "factor" in figures:
-        return False
-    same = abs(figures.get("temperature", 1.0) / declared.temperature - 1) <= SAME_TEMPERATURE
-    kept = "top_p" in figures or "top_k" in figures
-    return same and kept == (declared.top_p < 1)
-
-
-def _declared(semantics: Semantics) -> str:
-    if semantics == Semantics():
-        return "of the untouched logits"
-    return f"with temperature {semantics.temperature:g} and top-p {semantics.top_p:g}"
 
 
 def _zeros(a: Side, b: Side, join: SequenceJoin) -> Iterator[GateFinding]:
@@ -322,13 +215,8 @@ def _against_other_logits(name: str, sides: dict[str, Side], tokens: JoinedToken
     declared = engine_semantics(sides[name].dump.manifest)
     fit = explain(rows, (declared.temperature,) if declared.temperature != 1 else ())
     apart = float(np.abs(values - other).mean())
-    if (
-        fit is not None
-        and fit.left < max(SHIFT_SHARE * apart, rows.tolerance)
-        and not _as_declared(fit.figures, declared)
-    ):
-        text = f"the log-probs of {name} are {fit.text} of {OTHER[name]}, not as declared {_declared(declared)}"
-        yield GateFinding(fit.cause, SUBJECT, name, text, {**fit.figures, "nats": apart})
+    if fit is not None and fit.left < max(SHIFT_SHARE * apart, rows.tolerance):
+        yield from misdeclared(name, fit, declared, apart, f" of {OTHER[name]}")
 
 
 def _joined_rows(giver: Side, name: str, tokens: JoinedTokens, values: dict[tuple[int, int], float]) -> Rows | None:

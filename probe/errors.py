@@ -52,6 +52,12 @@ class PromptsError(ProbeError):
     slug = "bad-prompts"
 
 
+class TokensError(ProbeError):
+    """A file of log-probs that is missing, damaged, unsafe to read, or does not hold what a comparison needs."""
+
+    slug = "bad-tokens"
+
+
 class EngineError(ProbeError):
     """An engine that is unknown, not installed, or cannot run as asked."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from checkpoints import make_checkpoint
 
 from probe.hooks.demo_model import DEMO_PROMPTS
-from probe.hooks.runners.job import DumpJob, Parallel, Sampling
+from probe.hooks.runners.job import PROCESSED, DumpJob, Parallel, Sampling
 from probe.hooks.runners.run import run_dump
 
 FAMILIES = {"qwen3": {"tied": True}, "llama": {"tied": False}}
@@ -37,6 +37,9 @@ def jobs(model: Path, folder: Path) -> list[DumpJob]:
         replace(base, output=folder / name, model=folder / f"{name}-model", prompts=ids, sampling=Sampling(n=2))
         for name in FAMILIES
     ]
+    sampled = Sampling(n=2, max_tokens=24, seed=1, temperature=0.7, top_p=0.9)
+    processed = replace(sampled, logprobs_mode=PROCESSED)
+    follow = replace(base, prompts=None, source=folder / "processed", sampling=Sampling(logprobs_mode=PROCESSED))
     small_passes = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_chunked_prefill": True}
     return [
         *families,
@@ -46,6 +49,10 @@ def jobs(model: Path, folder: Path) -> list[DumpJob]:
         replace(base, output=folder / "rescored", prompts=None, source=fp32),
         replace(base, output=folder / "chunked", prompts=None, source=fp32, engine_args=small_passes),
         replace(base, output=folder / "decoded", prompts=None, source=fp32, force_decode=True),
+        replace(base, output=folder / "sampled", sampling=sampled),
+        replace(base, output=folder / "processed", sampling=processed),
+        replace(follow, output=folder / "processed-again"),
+        replace(follow, output=folder / "processed-decoded", force_decode=True),
         replace(base, output=folder / "steps-10", prompts=one, sampling=replace(forever, max_tokens=10)),
         replace(base, output=folder / "steps-300", prompts=one, sampling=replace(forever, max_tokens=300)),
         replace(base, output=folder / "steps-2000", prompts=one, sampling=forever),

@@ -8,18 +8,23 @@ from typing import Any
 
 def _heat(rng: random.Random, entries: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
     """Build tokens x layers: healthy cells, and from the first divergent layer on tokens that are far off."""
-    streams = [entry for entry in entries if entry["name"].count(".") <= 1 and entry["name"].startswith("layers.")]
-    cells = []
+    layers = [entry for entry in entries if entry["name"].count(".") <= 1 and entry["name"].startswith("layers.")]
+    streams = layers + [entry for entry in entries if entry["name"] == "lm_head"]
+    fault = next((entry for entry in entries if entry["verdict"] == "divergent"), None)
+    cells, first = [], []
     for token in range(tokens):
         row = [rng.uniform(0.2, 0.9) for _ in streams]
         for index, entry in enumerate(streams):
             if entry["verdict"] == "divergent" and token % 9 >= 3:
                 row[index] = entry["ratio"] * 10 ** -rng.uniform(0, 5)
         cells.append([float(f"{cell:.3g}") for cell in row])
+        place = fault and {"name": fault["name"], "slot": fault["slot"], "rel_l2": 0.4, "band": 2e-5}
+        first.append(place if token % 9 >= 3 else None)
     return {
         "unit": "noise floors", "layers": [entry["name"] for entry in streams],
         "tokens": [{"sequence": f"p{n // 40}.s0", "position": n % 40, "token": 100 + n} for n in range(tokens)],
-        "cells": cells, "worst": tokens, "of_tokens": tokens, "of_layers": len(streams),
+        "cells": cells, "first": first, "row_band": 20.0, "worst": tokens, "of_tokens": tokens,
+        "of_layers": len(streams),
     }  # fmt: skip
 
 
@@ -40,6 +45,17 @@ def located(rng: random.Random, entries: list[dict[str, Any]], first: int | None
         "tokens": [{**token, **place}], "rows": [{**place, **pattern, "figures": figures}],
         "channels": [{**place, "columns": [5, 9], "count": 2, "of": 64, "share": 0.93}], "heat": heat,
     }  # fmt: skip
+
+
+def join_layers(report: dict[str, Any]) -> None:
+    """Give the worst tokens of a report the layers of the rows that score them."""
+    heat = report["located"]["heat"]
+    rows = {(at["sequence"], at["position"] + 1): index for index, at in enumerate(heat["tokens"])} if heat else {}
+    for token in report["tokens"]["worst"]:
+        index = rows.get((token["sequence"], token["position"]))
+        first = None if index is None else heat["first"][index]
+        token.update(first_layer=first, curve=None if index is None else heat["cells"][index])
+        token["lies_in"] = "layer" if first else "unknown" if index is None else "noise"
 
 
 def _replay_side(rng: random.Random, broken: bool) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import math
 import random
 from typing import Any
 
-from report_findings import action, located, replay, suspect
+from report_blocks import by_probability, corrections, group, no_update, quantiles, update
+from report_findings import action, join_layers, located, replay, suspect
 
 Report = dict[str, Any]
 
@@ -123,10 +124,13 @@ def _tokens(rng: random.Random, sequences: list[dict[str, Any]]) -> dict[str, An
             for p, v in sorted(grouped.items())
         ],
         "worst": [
-            {"sequence": name, **{key: token[key] for key in keys}, "context": "… we add both" + str(token["text"])}
+            {"sequence": name, **{key: token[key] for key in keys}, "prob_diff": group([token])["max_prob_diff"],
+             "context": "… we add both" + str(token["text"])}
             for name, token in worst
         ],
         "sequences": sequences, "strip_truncated": 0,
+        "quantiles": {"abs_logprob_diff": quantiles(diffs), "prob_diff": quantiles([0.3 * gap for gap in diffs])},
+        "by_probability": by_probability([token for _, token in scored]), "corrections": corrections(0.01),
     }  # fmt: skip
 
 
@@ -161,10 +165,6 @@ def _basis(entries: list[dict[str, Any]], total: int) -> str:
 
 def _words(headline: str, details: str) -> dict[str, str]:
     return {"headline": headline, "summary": f"{headline.capitalize()}. {details}"}
-
-
-def _not_built(what: str) -> dict[str, str]:
-    return {"status": "not built", "detail": what}
 
 
 def make_report(
@@ -206,7 +206,7 @@ def make_report(
         "layers": entries, "first_divergence": None, "moe": None,
         "located": located(rng, entries, first), "replay": replay(rng, entries, first),
         "suspects": [], "tokens": _tokens(rng, strips),
-        "ppo": _not_built("the effect on the PPO update is not computed in this version"),
+        "ppo": update(strips),
         "environment": [
             {"key": "torch", "a": "2.13.0", "b": "2.12.1", "severity": "warn"},
             {"key": "python", "a": "3.11.7", "b": "3.11.7", "severity": "info"},
@@ -217,6 +217,7 @@ def make_report(
         "action": action(bool(broken)),
         "next_commands": ["probe show probe-demo/rollout", "probe show probe-demo/actor"],
     }  # fmt: skip
+    join_layers(report)
     return _mark_broken(report, names[first]) if first is not None else report
 
 
@@ -288,6 +289,7 @@ def empty() -> Report:
     report = make_report(layers=1, sequences=1)
     report.update(not_compared=[], layers=[], environment=[], next_commands=[], first_divergence=None)
     report["tokens"] = {"compared": 0, "text": False, "by_position": [], "worst": [], "sequences": []}
+    report["ppo"] = no_update()
     report["coverage"] = {"matched": 0, "only_a": [], "only_b": [], "unavailable": []}
     report["backends"] = {"a": {}, "b": {}}
     report["located"] = located(random.Random(1), [], None)
@@ -326,6 +328,9 @@ def large() -> Report:
     longest = _sequence(random.Random(3), "long.s0", 100, 2000, 0.3)
     report["tokens"]["sequences"].append(longest)
     report["located"] = located(random.Random(4), report["layers"], 40 * len(_PER_LAYER) + 8, 400)
+    for row, token in zip(report["located"]["heat"]["tokens"], report["tokens"]["worst"]):
+        row.update(sequence=token["sequence"], position=token["position"] - 1)
+    join_layers(report)
     return report
 
 

@@ -351,10 +351,10 @@ def test_bf16_on_one_side_from_the_embedding_on_is_precision(tmp_path):
 
 def test_ratio_metrics_of_equal_log_probs_and_of_known_ratios():
     equal = ratio_metrics(np.zeros(4), np.zeros(4))
-    assert equal == {"tme": 1.0, "mean_ratio": 1.0, "ess": 1.0, "chi2": 0.0}
+    assert equal == {"tme": 1.0, "mean_ratio": 1.0, "ess": 1.0, "chi2_token": 0.0}
     two = ratio_metrics(np.zeros(2), np.log([2.0, 0.5]))
     assert two["tme"] == pytest.approx(2.0) and two["mean_ratio"] == pytest.approx(1.25)
-    assert two["ess"] == pytest.approx(1.25**2 / 2.125) and two["chi2"] == pytest.approx(1.125)
+    assert two["ess"] == pytest.approx(1.25**2 / 2.125) and two["chi2_token"] == pytest.approx(1.125)
     assert np.isnan(ratio_metrics(np.zeros(0), np.zeros(0))["ess"])
     assert ratio_metrics(np.zeros(2), np.array([800.0, 800.0]))["ess"] == pytest.approx(1.0)
 

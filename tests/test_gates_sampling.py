@@ -10,12 +10,25 @@ import pytest
 from synthetic_dumps import Scenario, actor, opened
 from test_gates import set_logprobs
 
+from probe.compare.align import RowAligner
 from probe.compare.judge import ROUNDING
-from probe.compare.sampling_fits import Rows, explain, one_rounding, scores, shift_between, zero_filled
+from probe.compare.sampling_fits import (
+    Rows,
+    explain,
+    one_rounding,
+    processed_scores,
+    rows_of,
+    scores,
+    shift_between,
+    zero_filled,
+)
 from probe.compare.sampling_gate import sampling_gate
 from probe.compare.sequences import join_sequences
 from probe.compare.side import Side, read_sides
+from probe.compare.tokens.batch import batch_of_dumps
+from probe.compare.tokens.semantics import find_semantics
 from probe.metrics import logprobs_from_logits
+from probe.sampling import Semantics
 from probe.store.dtypes import round_to
 
 LONG = [(f"p{n}", np.random.default_rng(n).integers(0, 50, 40), 8) for n in range(4)]
@@ -270,3 +283,110 @@ def test_a_shift_does_not_cross_sequences():
     assert shift_between(sequence, position, x, np.roll(x, 1)) == 1
     assert shift_between(sequence, position, x, x + 1) == 0
     assert shift_between(np.arange(20), position, x, np.roll(x, 1)) == 0
+
+
+# -- temperature and top-p together -----------------------------------------------------------------------------------
+
+COOL = 0.7
+
+
+def nucleus(logits: np.ndarray) -> np.ndarray:
+    """Return logits over the temperature, without what top-p 0.9 drops."""
+    return top_p(0.9)(logits / COOL)
+
+
+def test_both_semantics_are_named_where_logits_stand_in_for_processed_log_probs(make):
+    case = make(declared(COOL, top_p=0.9))
+    set_logprobs(case.sides[0], nucleus)
+    gate = case.gate
+    assert gate.status == "warn" and "recomputed" in gate.detail
+    assert [(f.cause, f.side) for f in gate.findings] == [("temperature-semantics", "a"), ("renormalised-top-p", "a")]
+    assert gate.findings[0].figures == {"temperature": COOL} and gate.findings[1].figures == {"top_p": 0.9}
+
+
+def test_both_semantics_are_named_without_logits(make):
+    case = make(declared(COOL, top_p=0.9))
+    set_logprobs(case.sides[0], nucleus)
+    gate = case.without_logits(*case.sides).gate
+    assert gate.status == "fail" and "logprobs_mode" in gate.detail
+    assert [(f.cause, f.side) for f in gate.findings] == [("temperature-semantics", "a"), ("renormalised-top-p", "a")]
+
+
+def test_log_probs_processed_alike_on_both_sides_pass(make):
+    case = make(declared(COOL, top_p=0.9), manifest=declared(COOL, top_p=0.9))
+    for side in case.sides:
+        set_logprobs(side, nucleus)
+    gate = case.gate
+    assert gate.status == "pass" and "temperature 0.7 and top-p 0.9" in gate.detail
+
+
+def test_raw_log_probs_name_the_temperature_and_the_top_p_of_their_sampling(make):
+    gate = make(declared(COOL, "raw_logprobs", 0.9)).gate
+    assert [(f.cause, f.side) for f in gate.findings] == [("raw-logprobs", "a")]
+    assert "temperature 0.7 and top-p 0.9" in gate.detail
+
+
+def test_greedy_decoding_draws_from_no_distribution(make):
+    assert make(declared(0.0, top_p=0.9)).gate.status == "pass"
+
+
+def sampled_rows(meaning: Semantics, seed: int = 0) -> Rows:
+    """Return 64 rows with tokens drawn at a temperature and top-p, and their processed log-probs."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(64, 400)) * rng.choice([1.5, 3.0, 6.0], 64)[:, None]
+    kept = top_p(meaning.top_p)(logits / meaning.temperature)
+    likely = np.exp(kept - kept.max(axis=1, keepdims=True))
+    tokens = np.array([rng.choice(400, p=row / row.sum()) for row in likely])
+    return rows_of(logits, tokens, logprobs_from_logits(kept, tokens), "float32")
+
+
+@pytest.mark.parametrize("meaning", [Semantics(0.7, 0.9), Semantics(0.6, 0.95), Semantics(1.4, 0.8)])
+@pytest.mark.parametrize("stated", [True, False])
+def test_a_temperature_and_a_top_p_are_fitted_together(meaning, stated):
+    fit = explain(sampled_rows(meaning), (meaning.temperature,) if stated else ())
+    assert fit is not None
+    assert [cause for cause, _ in fit.parts] == ["temperature-semantics", "renormalised-top-p"]
+    # a grid refined to 1 % leaves the masses that much off
+    assert fit.figures["temperature"] == pytest.approx(meaning.temperature, rel=0.01)
+    assert fit.figures["top_p"] == pytest.approx(meaning.top_p, abs=0.02)
+
+
+def test_one_parameter_is_not_fitted_with_two():
+    for meaning, cause in ((Semantics(0.7), "temperature-semantics"), (Semantics(1.0, 0.8), "renormalised-top-p")):
+        fit = explain(sampled_rows(meaning))
+        assert fit is not None and [part for part, _ in fit.parts] == [cause]
+
+
+@pytest.mark.parametrize("meaning", [Semantics(), Semantics(0.7), Semantics(0.7, 0.9), Semantics(1.3, 0.5)])
+def test_processed_scores_keep_a_token_that_top_p_drops(meaning):
+    rows = sampled_rows(meaning)
+    expected = logprobs_from_logits(top_p(meaning.top_p)(rows.logits / meaning.temperature), rows.tokens)
+    np.testing.assert_allclose(processed_scores(rows.logits, rows.tokens, meaning), expected, atol=1e-9)
+    least = rows.logits.argmin(axis=1)
+    raw = scores(rows.logits, least, meaning.temperature)
+    kept = processed_scores(rows.logits, least, meaning)
+    assert np.isfinite(kept).all() and (kept >= raw - 1e-12).all()
+    assert (kept <= raw - np.log(meaning.top_p) + 1e-12).all()  # the kept mass is top-p at least
+
+
+def test_tokens_that_top_p_left_alone_are_not_zero_filled():
+    """GIVEN exact zeros only where a token has most of the probability, THEN none was left out."""
+    likely = np.log(np.array([0.92, 0.95, 0.91, 0.98, 0.85, 0.93, 0.2, 0.5]))
+    values = np.where(likely > np.log(0.8), 0.0, likely)
+    assert not zero_filled(values, likely).any()
+    values[6] = 0.0
+    assert zero_filled(values, likely).sum() == 7
+
+
+def test_sequences_that_one_dump_ends_earlier_are_counted(make):
+    """GIVEN an actor without the log-prob of each last token, THEN the batch says in how many sequences."""
+    case = make()
+    aligner = RowAligner(case.join, case.a.sequences, case.b.sequences)
+    whole = batch_of_dumps(case.a, case.b, aligner)
+    assert whole is not None and whole.lone_last == (0, 0) and find_semantics(whole) == []
+    table = case.b.tokens
+    last = np.append(np.diff(table["sequence"]) != 0, True)
+    table["logprob"][last] = np.nan
+    batch = batch_of_dumps(case.a, case.b, aligner)
+    assert batch is not None and batch.lone_last == (len(LONG), 0)
+    assert [(f.cause, f.side) for f in find_semantics(batch)] == [("length-mismatch", "b")]

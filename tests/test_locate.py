@@ -301,7 +301,8 @@ def test_the_delta_of_the_faulty_block_stands_out(evidence_of):
 def test_heat_holds_every_token_and_layer(evidence_of):
     evidence = evidence_of({"layers.1.mlp.down_proj:output.0": from_row(5)}, noise=1)
     heat = heat_map(evidence.measured, evidence.join.pairs, evidence.a.sequences)
-    assert heat is not None and heat["layers"] == ["embed_tokens", *(f"layers.{i}" for i in range(LAYERS))]
+    assert heat is not None
+    assert heat["layers"] == ["embed_tokens", *(f"layers.{i}" for i in range(LAYERS)), "lm_head"]
     assert len(heat["tokens"]) == len(heat["cells"]) == heat["of_tokens"] == heat["worst"]
     cells = np.array(heat["cells"])
     late = np.array([token["position"] >= 5 for token in heat["tokens"]])
@@ -315,7 +316,7 @@ def test_heat_is_capped_and_keeps_the_worst(evidence_of, monkeypatch):
     monkeypatch.setattr(heat_module, "MAX_TOKENS", 12)
     monkeypatch.setattr(heat_module, "MAX_LAYERS", 3)
     heat = heat_map(evidence.measured, evidence.join.pairs, evidence.a.sequences)
-    assert heat is not None and len(heat["cells"]) == 12 and heat["worst"] == 6 and heat["of_layers"] == LAYERS + 1
+    assert heat is not None and len(heat["cells"]) == 12 and heat["worst"] == 6 and heat["of_layers"] == LAYERS + 2
     assert "layers.2" in heat["layers"] and len(heat["layers"]) == 3
     assert sum(max(row) > 100 for row in heat["cells"]) >= 6
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import report_fixture
 from chromium_driver import Page
 
 from probe.compare.report import model, write_report
+from probe.compare.report.findings import first_words
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +55,7 @@ def ink(page: Page, chart: str) -> int:
 
 
 def press(page: Page, key: str) -> None:
-    code = {"Enter": 13, "ArrowRight": 39, "ArrowLeft": 37}[key]
+    code = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37}[key]
     text = {"text": "\r"} if key == "Enter" else {}
     for kind in ("keyDown", "keyUp"):
         page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
@@ -283,3 +285,100 @@ def test_heat_map_is_redrawn_for_the_dark_scheme(browser: Page, reports: dict[st
     light = browser.run(corner)
     browser.set_dark(True)
     browser.wait(f"{corner} !== {json.dumps(light)}")
+
+
+# -- layer curves -----------------------------------------------------------------------------------------------------
+
+TITLE, WORDS = (f"document.getElementById('curve-{name}').textContent" for name in ("title", "words"))
+HIDDEN = "document.getElementById('curve-panel').hidden"
+POINTS = "[...document.querySelectorAll('#curve-chart circle title')].map((title) => title.textContent)"
+
+
+def column_of(heat: dict[str, Any], token: dict[str, Any], sequence: str) -> int:
+    """Return which token of the heat map is the row that scores a token."""
+    places = [(at["sequence"], at["position"]) for at in heat["tokens"]]
+    return places.index((sequence, token["position"] - 1))
+
+
+def points(heat: dict[str, Any], column: int) -> list[str]:
+    pairs = zip(heat["layers"], heat["cells"][column])
+    return [f"{layer}: {model.number(cell)} noise floors" for layer, cell in pairs if cell is not None]
+
+
+def test_a_worst_token_opens_its_layer_curve(browser: Page, reports: dict[str, Path]) -> None:
+    report = report_fixture.divergent()
+    heat = report["located"]["heat"]
+    browser.open(reports["divergent"])
+    assert browser.run(HIDDEN) is True
+    with_curve = [token for token in report["tokens"]["worst"] if token["curve"]]
+    names = browser.run("[...document.querySelectorAll('#worst-tokens button')].map((b) => b.textContent)")
+    assert names == [first_words(token) for token in with_curve] and 0 < len(names) < len(report["tokens"]["worst"])
+    for number, token in enumerate(with_curve):
+        browser.run(f"document.querySelectorAll('#worst-tokens button')[{number}].click()")
+        assert browser.run(HIDDEN) is False
+        place = f"“{token['text']}” at position {token['position']} of {token['sequence']}"
+        assert browser.run(TITLE) == f"Layer curve of {place}"
+        assert browser.run(POINTS) == points(heat, column_of(heat, token, token["sequence"]))
+        departs = f"leaves the noise band first in {first_words(token)}: relative L2 0.4, where 2e-05 is allowed"
+        assert (departs if token["first_layer"] else "stays within the noise band") in browser.run(WORDS)
+    # it stands below the table that was clicked, and its data are in a table too
+    assert browser.run("document.getElementById('curve-panel').previousElementSibling.querySelector('table').id") == (
+        "worst-tokens"
+    )
+    rows = browser.run("[...document.querySelectorAll('#curve-table tbody tr')].map((r) => r.cells[0].textContent)")
+    assert rows == heat["layers"]
+
+
+def test_a_token_of_the_strip_opens_its_curve_by_mouse_and_by_keyboard(browser: Page, reports: dict[str, Path]) -> None:
+    report = report_fixture.divergent()
+    heat, strip = report["located"]["heat"], report["tokens"]["sequences"][0]["strip"]
+    browser.open(reports["divergent"])
+    browser.run(
+        "(() => { const s = document.getElementById('strip-sequence'); s.value = '0';"
+        " s.dispatchEvent(new Event('change')); })()"
+    )
+    spans = "[...document.querySelectorAll('#strip span')]"
+    # position 0 is scored by no row; the fixture's heat map holds rows 0 to 39 of this sequence
+    clickable = browser.run(f"{spans}.filter((s) => s.classList.contains('has-curve')).map((s) => s.dataset.index)")
+    assert clickable == [str(index) for index in range(1, 41)]
+    browser.run(f"{spans}[20].scrollIntoView({{ block: 'center', behavior: 'instant' }})")
+    box = browser.run(f"(() => {{ const r = {spans}[20].getBoundingClientRect(); return [r.left + 5, r.top + 5]; }})()")
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+    assert browser.run(HIDDEN) is False
+    assert browser.run(POINTS) == points(heat, column_of(heat, strip[20], "p0.s0"))
+    assert browser.run("document.getElementById('curve-panel').previousElementSibling.id") == "strip"
+    browser.run(f"{spans}[20].focus()")
+    press(browser, "ArrowRight")
+    press(browser, "Enter")
+    assert f"at position 21 of {report['tokens']['sequences'][0]['sequence']}" in browser.run(TITLE)
+    assert browser.run(POINTS) == points(heat, column_of(heat, strip[21], "p0.s0"))
+    browser.run("document.getElementById('curve-close').focus()")
+    press(browser, "Escape")
+    assert browser.run(HIDDEN) is True and browser.run("document.activeElement.dataset.index") == "21"
+
+
+def test_a_token_without_a_curve_says_so(browser: Page, reports: dict[str, Path]) -> None:
+    browser.open(reports["divergent"])
+    browser.run("document.querySelectorAll('#strip span')[0].click()")
+    assert browser.run(HIDDEN) is True
+    assert "No layer curve" in browser.run("document.getElementById('strip-readout').textContent")
+
+
+def test_a_healthy_curve_names_no_layer(browser: Page, reports: dict[str, Path]) -> None:
+    browser.open(reports["consistent"])
+    browser.run("document.querySelector('#worst-tokens button').click()")
+    assert "stays within the noise band" in browser.run(WORDS)
+    assert browser.run("document.querySelectorAll('#curve-chart .first-line').length") == 0
+
+
+@pytest.mark.parametrize("width", [1200, 420])
+def test_an_open_curve_fits_the_page(browser: Page, reports: dict[str, Path], width: int) -> None:
+    browser.open(reports["large"], width=width)
+    browser.run("document.querySelector('#worst-tokens button, #strip .has-curve').click()")
+    assert browser.run(HIDDEN) is False
+    assert browser.run("[innerWidth, document.documentElement.scrollWidth]") == [width, width]
+    right = (
+        "Math.max(...[...document.querySelectorAll('#curve-chart text')].map((t) => t.getBoundingClientRect().right))"
+    )
+    assert browser.run(right) <= width

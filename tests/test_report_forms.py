@@ -274,7 +274,7 @@ def test_terminal_says_the_verdict_in_words() -> None:
     assert "6 B not executed by the other side (last generated token)" in text
     assert "192 compared; log-probs of A as the engine returned them, of B recomputed from the logits" in text
     assert "torch 2.13.0 2.12.1 warn" in text and "3.11.7" not in text
-    assert "not built: Effect on the PPO update" in text
+    assert "PPO update Old log-probs are the rollout's (a), recomputed ones the actor's (b)." in text
 
 
 def test_every_form_gives_suspects_replays_and_the_action() -> None:

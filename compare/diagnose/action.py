@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from probe.compare.diagnose.causes import CAUSES, PATTERN
 from probe.compare.evidence import Evidence, Suspect
+from probe.compare.side import Side
 
 CONTINUE, CORRECT, STOP = "continue", "correct", "stop"
 
@@ -47,7 +49,7 @@ HEALTHY: dict[str, Healthy] = {
     "tme": Healthy(0.0, 1.05, "token-multiplicative error, NeMo-RL"),
     "mean_ratio": Healthy(0.5, 2.0, "verl's rollout correction warns outside"),
     "ess": Healthy(0.3, math.inf, "verl's rollout correction warns below"),
-    "chi2": Healthy(-math.inf, 1.0, "verl's rollout correction: above is severe"),
+    "chi2_token": Healthy(-math.inf, 1.0, "verl's rollout correction: above is severe"),
     "pearson": Healthy(
         0.97, math.inf, "0.9996 between two prefills, 0.977 between decode and prefill, 0.13 with wrong inputs"
     ),
@@ -61,17 +63,21 @@ def recommend(evidence: Evidence) -> dict[str, Any]:
     Words: ``continue``; ``correct`` (with importance sampling: what differs is noise, but more of it than a ratio of 1
     should ignore); ``stop`` (something is wrong, or nothing could be judged).
     """
-    figures = _figures(evidence)
+    loose = loose_ranges(evidence.side_a, evidence.side_b)
+    figures = healthy_figures(evidence.tokens, loose=loose) if evidence.tokens["compared"] else []
     off = [figure for figure in figures if not figure["ok"]]
     word, text = _decide(evidence, off)
     return {"word": word, "text": text, "figures": figures}
 
 
-def _figures(e: Evidence) -> list[dict[str, Any]]:
-    loose = any(side.shape.experts for side in (e.side_a, e.side_b)) or "float8" in str(_dtypes(e))
+def healthy_figures(tokens: Mapping[str, Any], *, loose: bool) -> list[dict[str, Any]]:
+    """Return the figures of HEALTHY that a ``tokens`` section has a number for, each held against its range.
+
+    ``loose``: the upper ends of mixtures of experts and quantised rollouts hold (:func:`loose_ranges`).
+    """
     figures = []
     for name, healthy in HEALTHY.items():
-        value = e.tokens.get(name) if e.tokens["compared"] else None
+        value = tokens.get(name)
         if value is not None and not math.isnan(value):
             ok = healthy.low <= value <= healthy.end(loose)
             figures.append(
@@ -80,8 +86,13 @@ def _figures(e: Evidence) -> list[dict[str, Any]]:
     return figures
 
 
-def _dtypes(e: Evidence) -> list[Any]:
-    manifests = [dump.manifest for dump in (e.a, e.b)]
+def loose_ranges(a: Side, b: Side) -> bool:
+    """Tell whether a side is a mixture of experts or computes in 8 bits: its log-probs part further when healthy."""
+    return any(side.shape.experts for side in (a, b)) or "float8" in str(_dtypes(a, b))
+
+
+def _dtypes(*sides: Side) -> list[Any]:
+    manifests = [side.dump.manifest for side in sides]
     return [manifest.get(key) for manifest in manifests for key in ("dtype", "kv_cache_dtype", "quantization")]
 
 

@@ -161,6 +161,19 @@ CAUSES: dict[str, Cause] = {
     "logprob-source": Cause(
         "log-probs do not follow from logits that agree", "recompute log-probs from the dumped logits on both sides"
     ),
+    "bypassed-logprobs": Cause(
+        "both sides hold one array of log-probs",
+        "let the actor recompute old_log_probs (verl: rollout_correction.bypass_mode=false), then compare again",
+    ),
+    "clipped-logprobs": Cause(
+        "log-probs are clipped at a floor", "look for a clamp, or a log(p + eps), where log-probs are gathered"
+    ),
+    "not-logprobs": Cause(
+        "values are above 0, which no log-prob is", "check the column that is read, its sign, and the response mask"
+    ),
+    "length-mismatch": Cause(
+        "one side lacks the last token of sequences", "check whether both masks count the end-of-text token"
+    ),
     # other
     "rounding": Cause("rounding accumulates", "measure the floor: probe dump --noise, then probe compare --floor"),
     "environment": Cause(

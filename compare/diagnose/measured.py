@@ -12,8 +12,10 @@ from probe.compare.diagnose.patterns import RULES, sentence
 from probe.compare.diagnose.replays import exonerated
 from probe.compare.evidence import BROKEN, Evidence
 from probe.compare.judge import TOKEN_SUSPECT, TOKEN_WORST
+from probe.compare.locate.token_layers import LOG_PROB
 from probe.compare.measure import Measured
 from probe.compare.names.canonical import LOGITS, module_at_fault
+from probe.compare.report.findings import log_prob_words
 
 OWN_PATTERNS = frozenset({"nan", "inf", "row-corruption", "column-corruption"})
 """Causes that show in a tensor whatever came before it."""
@@ -144,5 +146,8 @@ def token_leads(e: Evidence) -> list[Lead]:
     if not agree and first_parting(e) is not None:  # what parts before the log-probs moves them
         return []
     text = f"log-probs part by {mean:.2g} nats on average and {worst:.2g} at most beyond what the logits account for"
+    where = [token["lies_in"] for token in e.tokens["worst"]]
+    outside = where.count(LOG_PROB)
+    more = (log_prob_words(outside, len(where)),) if outside else ()
     sure = PLAIN if agree else LIKELY
-    return [Lead("logprob-source", "log-probs", "unknown", sure, (text,), MEASURED)]
+    return [Lead("logprob-source", "log-probs", "unknown", sure, (text, *more), MEASURED)]

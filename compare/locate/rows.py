@@ -120,7 +120,12 @@ def healthy_level(entry: Measured) -> float:
 
 
 def bad_rows(errors: np.ndarray, healthy: float, spread: float = ROW_FACTOR) -> np.ndarray:
-    """Return bool [rows]: whose error (relative L2, infinity for non-finite) is beyond what rounding explains.
+    """Return bool [rows]: whose error (relative L2, infinity for non-finite) is beyond what rounding explains."""
+    return errors > bad_above(errors, healthy, spread)
+
+
+def bad_above(errors: np.ndarray, healthy: float, spread: float = ROW_FACTOR) -> float:
+    """Return the error above which a row is bad, given the errors of all rows and the healthy level.
 
     The threshold lies midway, in logarithms, between the healthy level and the largest error, but not below ``spread``
     times the former, which a healthy row may reach. Where the median row itself is bad the threshold is at most 1 /
@@ -130,9 +135,7 @@ def bad_rows(errors: np.ndarray, healthy: float, spread: float = ROW_FACTOR) -> 
     top = float(finite.max(initial=0.0))
     threshold = max(spread * healthy, float(np.sqrt(healthy * top)))
     median = float(np.median(errors)) if len(errors) else 0.0
-    if median > BULK * healthy:
-        threshold = min(threshold, median / BULK)
-    return errors > threshold
+    return min(threshold, median / BULK) if median > BULK * healthy else threshold
 
 
 def pattern_of(bad: np.ndarray, facts: RowFacts) -> RowPattern:

@@ -24,7 +24,7 @@ def locate(evidence: Evidence) -> Located:
     located = Located(own=own_errors(measured))
     located.growth, located.jumps = growth(measured)
     located.tokens = outlier_tokens(measured, pairs, sequences)
-    located.heat = heat_map(measured, pairs, sequences)
+    located.heat = heat_map(measured, pairs, sequences, evidence.batch)
     broken = {found.label: found for found in evidence.replays.broken()}
     reader = RowReader(pairs, sequences, evidence.b.sequences)
     flagged = False

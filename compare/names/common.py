@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from probe.compare.names.base import Rule
+from probe.store.schema import RL
 
 AUXILIARY: tuple[tuple[str, str], ...] = (
     (
@@ -13,6 +14,7 @@ AUXILIARY: tuple[tuple[str, str], ...] = (
     ),
     (r".*:(input\.\d+(\.\d+)*|kwargs\..*)", "input of a module: compared as the output that feeds it"),
     (r"save\..*:.*", "saved by the user's own script under a name of its own"),
+    (rf"{RL}:.*", "numbers of the PPO update: read for the report's ppo section"),
 )
 """Why tensors of any engine are not compared, by regular expression on the stripped label."""
 

@@ -13,7 +13,7 @@ from probe.compare.replay.base import Context, Hypothesis, Recipe, Unreplayable
 from probe.compare.replay.faults import CHANNELS, FEW_ONLY, OFFSET, OUTPUT, TINY, WEIGHT_CASTS
 from probe.compare.replay.inputs import LOG_PROBS
 from probe.compare.replay.linear import product
-from probe.compare.tokens.meaning import engine_semantics
+from probe.sampling import engine_semantics
 from probe.store.dtypes import round_to
 
 TIED, UNTIED = "embed_tokens", "lm_head"
@@ -102,7 +102,7 @@ def _scored_logits(context: Context, shift: int = 0) -> np.ndarray:
 
 
 def log_probs(context: Context) -> Iterable[np.ndarray]:
-    """Yield log softmax(logits / T) of each token, over the tokens that top-p keeps where the engine says so."""
+    """Yield log softmax(logits / T) of each token, over it and the tokens that top-p keeps where the engine says so."""
     meaning = engine_semantics(context.side.dump.manifest)
     temperature = context.assume("temperature", meaning.temperature)
     top_p = context.assume("top_p", meaning.top_p)
@@ -111,18 +111,22 @@ def log_probs(context: Context) -> Iterable[np.ndarray]:
     scores, tokens = _scored_logits(context, shift) / max(temperature, TINY), context.tensors.tokens(keys)
     inside = (tokens >= 0) & (tokens < scores.shape[1])
     chosen = scores[np.arange(len(scores)), np.where(inside, tokens, 0)]
-    yield np.where(inside, chosen - _log_sum(scores, top_p), np.nan)[:, None]
+    yield np.where(inside, chosen - _log_sum(scores, chosen, top_p), np.nan)[:, None]
 
 
-def _log_sum(scores: np.ndarray, top_p: float) -> np.ndarray:
-    """Return log sum exp over the smallest set of tokens whose probabilities reach top-p."""
+def _log_sum(scores: np.ndarray, chosen: np.ndarray, top_p: float) -> np.ndarray:
+    """Return log sum exp over the smallest set of tokens whose probabilities reach top-p, and over the chosen one.
+
+    A token was drawn from the set: one that lies outside it fell there by rounding.
+    """
     peak = scores.max(axis=1, keepdims=True)
     weights = np.exp(scores - peak)
     total = weights.sum(axis=1)
     if top_p < 1.0:
         ordered = -np.sort(-weights, axis=1)
-        before = np.cumsum(ordered, axis=1) - ordered
-        total = np.where(before < top_p * total[:, None], ordered, 0.0).sum(axis=1)
+        kept = np.cumsum(ordered, axis=1) - ordered < top_p * total[:, None]
+        own, least = np.exp(chosen - peak[:, 0]), np.where(kept, ordered, np.inf).min(axis=1)
+        total = np.where(kept, ordered, 0.0).sum(axis=1) + np.where(own < least, own, 0.0)
     return np.asarray(peak[:, 0] + np.log(total))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,26 +49,28 @@ FORMS: dict[str, Form] = {
 }
 
 
-def check_forms(forms: Iterable[str]) -> list[Form]:
-    """Return the named forms, each once, in the order given.
+def check_forms(forms: Iterable[str], table: Mapping[str, Form]) -> list[Form]:
+    """Return the named forms of a table, each once, in the order given.
 
-    Raises UsageError for a name that is not in FORMS.
+    Raises UsageError for a name that the table does not have.
     """
     names = list(dict.fromkeys(forms))
-    unknown = [name for name in names if name not in FORMS]
+    unknown = [name for name in names if name not in table]
     if unknown:
-        raise UsageError(f"unknown report form {', '.join(map(repr, unknown))}", f"choose from {', '.join(FORMS)}")
-    return [FORMS[name] for name in names]
+        raise UsageError(f"unknown report form {', '.join(map(repr, unknown))}", f"choose from {', '.join(table)}")
+    return [table[name] for name in names]
 
 
-def write_report(report: Report, forms: list[str], out_dir: Path, *, text: bool = True) -> dict[str, Path]:
-    """Write one file per form into ``out_dir`` and return form name -> path.
+def write_report(
+    report: Report, forms: list[str], out_dir: Path, *, text: bool = True, table: Mapping[str, Form] = FORMS
+) -> dict[str, Path]:
+    """Write one file per form into ``out_dir`` and return form name -> path; ``table``: the forms that there are.
 
     All forms are rendered before the first file is touched and every file is renamed into place, so a failure leaves
     earlier reports as they were. ``terminal`` has no file and is passed over. ``text=False`` leaves token text out of
     every form. Raises UsageError for an unknown form or a folder that cannot be written.
     """
-    chosen = [form for form in check_forms(forms) if form.file_name]
+    chosen = [form for form in check_forms(forms, table) if form.file_name]
     data = clean_floats(report if text else without_text(report))
     contents = {form: form.render(data).encode("utf-8", "replace") for form in chosen}
     paths = {form: out_dir / str(form.file_name) for form in chosen}

@@ -21,6 +21,8 @@ MARKS: dict[str, tuple[str, str]] = {
 }
 _FLOOR_COLOR = "#7f8792"
 _MEAN, _MAX = ("#0072b2", "circle"), ("#d55e00", "diamond")
+PROBABILITIES = ("mean_prob_diff", "max_prob_diff"), "|difference of probabilities|"
+"""Keys of mean and maximum, and what they are."""
 _FONT = "system-ui, sans-serif"
 _X_LABELS = 9  # more would overlap on a phone
 
@@ -68,31 +70,51 @@ def layer_curve(report: Mapping[str, Any], layers: Sequence[Layer]) -> dict[str,
 
 
 def position_curve(by_position: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return mean and maximum absolute log-prob difference (nats) per position within the response, or None."""
+    """Return mean and maximum absolute difference per position within the response, or None where nothing is known.
+
+    Of log-probs in nats; of probabilities where a monitor knows nothing else.
+    """
+    if any(entry.get("mean_abs") is not None for entry in by_position):
+        keys, label = ("mean_abs", "max_abs"), "|log-prob difference| (nats)"
+    else:
+        keys, label = PROBABILITIES
+    return _mean_and_max(by_position, ("position", "position in the response"), keys, label, "count")
+
+
+def step_curve(by_step: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return mean and maximum absolute difference of probabilities per training step, None below two steps."""
+    return _mean_and_max(by_step, ("step", "training step"), *PROBABILITIES, "compared") if len(by_step) > 1 else None
+
+
+def _mean_and_max(
+    found: Sequence[Mapping[str, Any]], x: tuple[str, str], keys: tuple[str, str], y_label: str, count: str
+) -> dict[str, Any] | None:
+    """Return a chart of two lines over ``x`` (key, label); ``keys``: of the mean and of the maximum, in ``found``."""
     from bokeh.embed import json_item
     from bokeh.models import ColumnDataSource, HoverTool
 
-    entries = [entry for entry in by_position if entry.get("mean_abs") is not None]
+    mean, top = keys
+    entries = [entry for entry in found if entry.get(mean) is not None]
     if not entries:
         return None
-    values = [entry[key] for entry in entries for key in ("mean_abs", "max_abs") if entry.get(key)]
+    values = [entry[key] for entry in entries for key in keys if entry.get(key)]
     low = zero_line(values)
-    figure = _figure(low, max(values, default=low * _ZERO_GAP), "|log-prob difference| (nats)", 260)
-    figure.xaxis.axis_label = "position in the response"
+    figure = _figure(low, max(values, default=low * _ZERO_GAP), y_label, 260)
+    figure.xaxis.axis_label = x[1]
     source = ColumnDataSource(
         {
-            "position": [entry["position"] for entry in entries],
-            "mean": [entry["mean_abs"] or low for entry in entries],
-            "max": [entry.get("max_abs") or low for entry in entries],
-            "mean_text": [number(entry["mean_abs"]) for entry in entries],
-            "max_text": [number(entry.get("max_abs")) for entry in entries],
-            "count": [entry.get("count") for entry in entries],
+            "x": [entry[x[0]] for entry in entries],
+            "mean": [entry[mean] or low for entry in entries],
+            "max": [entry.get(top) or low for entry in entries],
+            "mean_text": [number(entry[mean]) for entry in entries],
+            "max_text": [number(entry.get(top)) for entry in entries],
+            "count": [entry.get(count) for entry in entries],
         }
     )
     for key, (color, marker) in (("max", _MAX), ("mean", _MEAN)):
-        figure.line("position", key, source=source, color=color, alpha=0.5)
-        dots = figure.scatter("position", key, source=source, color=color, marker=marker, size=6)
-    tips = [("position", "@position"), ("tokens", "@count"), ("mean", "@mean_text"), ("max", "@max_text")]
+        figure.line("x", key, source=source, color=color, alpha=0.5)
+        dots = figure.scatter("x", key, source=source, color=color, marker=marker, size=6)
+    tips = [(x[0], "@x"), ("tokens", "@count"), ("mean", "@mean_text"), ("max", "@max_text")]
     figure.add_tools(HoverTool(visible=False, renderers=[dots], mode="vline", tooltips=tips))
     _finish(figure)
     return dict(json_item(figure))

@@ -43,7 +43,7 @@ def render(report: Report) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
     for layer in in_order(report["layers"]):
-        writer.writerow([_cell(_follow(layer, keys)) for keys in COLUMNS.values()])
+        writer.writerow([cell(_follow(layer, keys)) for keys in COLUMNS.values()])
     return out.getvalue()
 
 
@@ -54,7 +54,8 @@ def _follow(layer: Layer, keys: tuple[str, ...]) -> Any:
     return value
 
 
-def _cell(value: Any) -> Any:
+def cell(value: Any) -> Any:
+    """Return what a cell holds: nothing for None, text that no spreadsheet runs as a formula."""
     if value is None:
         return ""
     if isinstance(value, list):

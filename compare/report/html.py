@@ -1,20 +1,16 @@
 """The report as report.html: one self-contained page without a single network request.
 
-``view`` reduces the report to what the page shows, as plain data; ``render`` puts it into the template. A Content
-Security Policy with the hash of every script forbids the browser to load or run anything else.
+``view`` reduces the report to what the page shows, as plain data; ``render`` puts it into the template.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from probe.compare.report import charts, markdown
+from probe.compare.report.curves import heat_data, worst_rows
 from probe.compare.report.findings import (
     REPLAY_FIGURES,
     SIDES,
@@ -36,7 +32,6 @@ from probe.compare.report.findings import (
     sides_known,
 )
 from probe.compare.report.model import (
-    OPTIONAL_SECTIONS,
     ROUTING_MARGINS,
     VERDICTS,
     Layer,
@@ -46,23 +41,16 @@ from probe.compare.report.model import (
     differing_environment,
     focus,
     in_order,
-    is_built,
     is_first_divergence,
     label,
     logprob_sources,
-    number,
     routing_words,
     row_reasons,
     verdict_counts,
     visible,
     worst_first,
-    worst_tokens,
 )
-
-_HERE = Path(__file__).parent
-#: Largest page in bytes that stays easy to mail and quick to open; above it the caps shrink.
-MAX_BYTES = 5_000_000
-_MAX_NAME, _MAX_TEXT = 200, 48
+from probe.compare.report.shared.page import MAX_BYTES, MAX_NAME, render_page, short, strips
 
 #: Columns of the module table: key in an entry of ``layers``, heading, what it means.
 COLUMNS: tuple[tuple[str, str, str], ...] = (
@@ -123,10 +111,8 @@ def view(report: Report, caps: Caps | None = None) -> dict[str, Any]:
     """Return the data embedded in the page: module table, token strips, and what was left out, all strict JSON."""
     caps = caps or Caps()
     kept = _kept_layers(report, caps)
-    sequences = report["tokens"].get("sequences") or []
-    worst = sorted(range(len(sequences)), key=lambda index: -(sequences[index].get("max_abs") or 0.0))
-    chosen = [sequences[index] for index in sorted(worst[: caps.sequences])]
-    strips = [_strip(sequence, caps.tokens) for sequence in chosen]
+    heat, columns = heat_data(report, caps.heat)
+    shown, without = strips(report["tokens"], caps.sequences, caps.tokens, columns)
     data = {
         "schema": report["schema"],
         "probe": report["probe"],
@@ -136,59 +122,35 @@ def view(report: Report, caps: Caps | None = None) -> dict[str, Any]:
         "verdicts": VERDICTS,
         "words": WORDS,
         "modules": {"columns": [key for key, _, _ in COLUMNS], "rows": [_table_row(report, layer) for layer in kept]},
-        "strips": strips,
-        "heat": _heat(report, caps),
+        "strips": shown,
+        "heat": heat,
         "left_out": {
             "modules": len(report["layers"]) - len(kept),
-            "sequences": len(sequences) - len(chosen),
-            "tokens": sum(strip["left_out"] for strip in strips) + (report["tokens"].get("strip_truncated") or 0),
+            "sequences": without,
+            "tokens": sum(strip["left_out"] for strip in shown) + (report["tokens"].get("strip_truncated") or 0),
         },
     }
     return dict(clean_floats(data))
 
 
-def encode_json(value: Any) -> str:
-    """Return compact strict JSON that is safe inside a script element: it holds no ``<``, ``>`` or ``&``."""
-    # Not ASCII only: a page of Chinese text would double in size.
-    text = json.dumps(clean_floats(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for char in "<>&":
-        text = text.replace(char, f"\\u{ord(char):04x}")
-    return text
-
-
 def _page(report: Report, caps: Caps) -> str:
-    from jinja2 import Environment, FileSystemLoader
-    from markupsafe import Markup
-
     kept = _kept_layers(report, caps)
     tokens = report["tokens"]
     positions = (tokens.get("by_position") or [])[: 4 * caps.tokens]
     figures = {"layer-curve": charts.layer_curve(report, kept), "position-curve": charts.position_curve(positions)}
-    figures = {name: item for name, item in figures.items() if item}
-    scripts = ["\n" + (_HERE / "page.js").read_text(encoding="utf-8")]
-    if figures:
-        scripts.insert(0, "\n" + charts.bokeh_script() + "\n")
-    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(num=number, visible=visible, label=label, module=_module_name, percent=percent)
-    environment.filters.update(against=against_band, explained=explained, golden=golden_words)
-    return environment.get_template("template.html").render(
+    filters = {"label": label, "module": _module_name, "percent": percent, "against": against_band}
+    filters |= {"explained": explained, "golden": golden_words}
+    context = dict(
         report=report,
         tokens=tokens,
-        worst=worst_tokens(report)[: caps.listed],
+        worst=worst_rows(report, caps.listed, heat_data(report, caps.heat)[1]),
         positions=positions,
-        policy=_policy(scripts),
-        scripts=[Markup(script) for script in scripts],
-        style=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
-        data=Markup(encode_json(view(report, caps))),
-        figures=Markup(encode_json(figures)),
-        has=figures.keys(),
         columns=COLUMNS,
         words=WORDS,
         counts=verdict_counts(report["layers"]),
         curve=[(layer, is_first_divergence(report, layer)) for layer in kept],
         focus=[(layer, is_first_divergence(report, layer)) for layer in focus(report, 8)],
         environment=differing_environment(report),
-        optional=_optional(report),
         listed=caps.listed,
         colors={verdict: color for verdict, (color, _) in charts.MARKS.items()},
         left_out=len(report["layers"]) - len(kept),
@@ -203,6 +165,7 @@ def _page(report: Report, caps: Caps) -> str:
         sources=logprob_sources(tokens) if tokens.get("compared") else "",
         **_findings(report, caps),
     )
+    return render_page("template.html", "page.js", view(report, caps), figures, context, filters)
 
 
 def _findings(report: Report, caps: Caps) -> dict[str, Any]:
@@ -229,15 +192,8 @@ def _module_name(entry: Mapping[str, Any]) -> Any:
     """Return the name of a tensor as markup that may break after each dot."""
     from markupsafe import Markup, escape
 
-    name = str(escape(visible(label(entry), _MAX_NAME)))
+    name = str(escape(visible(label(entry), MAX_NAME)))
     return Markup(name.replace(".", ".<wbr>"))
-
-
-def _policy(scripts: Sequence[str]) -> str:
-    hashes = [base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode() for script in scripts]
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    # Bokeh sets inline styles and draws its toolbar icons from data URLs; nothing comes from outside the file.
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
 
 
 def _kept_layers(report: Report, caps: Caps) -> list[Layer]:
@@ -246,69 +202,22 @@ def _kept_layers(report: Report, caps: Caps) -> list[Layer]:
     return in_order(layers if len(layers) <= caps.modules else worst_first(layers)[: caps.modules])
 
 
-def _short(value: Any, digits: int = 4) -> Any:
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
-
-
 def _table_row(report: Report, layer: Layer) -> list[Any]:
     derived = {
-        "name": visible(label(layer), _MAX_NAME),
+        "name": visible(label(layer), MAX_NAME),
         "bad": sum(layer.get(key) or 0 for key in ("nan_a", "nan_b", "inf_a", "inf_b")),
         "worst": _place(layer.get("worst_row")),
-        "reason": visible(layer.get("reason") or "", _MAX_NAME),
+        "reason": visible(layer.get("reason") or "", MAX_NAME),
         "side": SIDES.get(layer["side"], ""),
         "golden": golden_words(layer) or None,
     }
     # The page shows three digits; six are kept so that it does not round twice.
-    cells = [derived[key] if key in derived else _short(layer.get(key), 6) for key, _, _ in COLUMNS]
+    cells = [derived[key] if key in derived else short(layer.get(key), 6) for key, _, _ in COLUMNS]
     return [*cells, 1] if is_first_divergence(report, layer) else cells
-
-
-def _heat(report: Report, caps: Caps) -> dict[str, Any] | None:
-    """Return the heat map with at most ``caps.heat`` tokens, the worst, and what was left out."""
-    heat = report["located"].get("heat")
-    if not heat or not heat["tokens"]:
-        return None
-    top = [max((cell for cell in row if cell is not None), default=-1.0) for row in heat["cells"]]
-    kept = sorted(sorted(range(len(top)), key=lambda index: -top[index])[: caps.heat])
-    tokens = [heat["tokens"][index] for index in kept]
-    return {
-        "layers": [visible(name, _MAX_NAME) for name in heat["layers"]],
-        "sequences": [visible(token["sequence"], 60) for token in tokens],
-        "positions": [token["position"] for token in tokens],
-        "tokens": [token.get("token") for token in tokens],
-        "cells": [[_short(cell, 3) for cell in heat["cells"][index]] for index in kept],
-        "of_tokens": heat["of_tokens"],
-        "of_layers": heat["of_layers"],
-    }
 
 
 def _place(row: Mapping[str, Any] | None) -> str | None:
     return f"{visible(row.get('sequence'), 40)} @ {row.get('position')}" if row else None
-
-
-def _strip(sequence: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Return one sequence as columns; over ``limit`` tokens, the part around the start of the response."""
-    tokens = sequence.get("strip") or []
-    prompt = sequence.get("prompt_len") or 0
-    start = min(max(0, prompt - limit // 8), max(0, len(tokens) - limit))
-    shown = tokens[start : start + limit]
-    return {
-        "sequence": visible(sequence["sequence"], _MAX_NAME),
-        "length": sequence.get("length"),
-        "mean_abs": _short(sequence.get("mean_abs")),
-        "max_abs": _short(sequence.get("max_abs")),
-        "left_out": len(tokens) - len(shown),
-        "position": [token["position"] for token in shown],
-        "token": [token.get("token") for token in shown],
-        "text": [None if token.get("text") is None else visible(token["text"], _MAX_TEXT) for token in shown],
-        "response": "".join("1" if token.get("response") else "0" for token in shown),
-        **{key: [_short(token.get(key)) for token in shown] for key in ("logprob_a", "logprob_b", "diff")},
-    }
-
-
-def _optional(report: Report) -> list[tuple[str, Any, bool]]:
-    return [(title, report[key], is_built(report[key])) for key, title in OPTIONAL_SECTIONS.items()]
 
 
 def _sides(report: Report) -> list[tuple[str, Any, Any]]:

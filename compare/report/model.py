@@ -21,10 +21,6 @@ VERDICTS = ("divergent", "suspect", "incomparable", "missing", "consistent", "id
 #: Verdict words of the whole comparison.
 OVERALL = ("consistent", "suspect", "divergent", "incomparable")
 GATE_STATUSES = ("pass", "warn", "fail", "skipped")
-#: Sections that may be ``{"status": "not built", "detail": ...}`` and the words a reader sees for them.
-OPTIONAL_SECTIONS = {"ppo": "Effect on the PPO update"}
-NOT_BUILT = "not built"
-
 #: Where a side's log-probs come from -> the words a reader sees.
 LOGPROB_SOURCES = {"engine": "as the engine returned them", "recomputed": "recomputed from the logits"}
 
@@ -203,11 +199,6 @@ def row_reasons(report: Report) -> list[tuple[str, str, int]]:
     ]
 
 
-def is_built(section: Any) -> bool:
-    """Tell whether an optional section holds results."""
-    return not (isinstance(section, Mapping) and section.get("status") == NOT_BUILT)
-
-
 def label(entry: Mapping[str, Any]) -> str:
     """Return the name a reader sees for a tensor: the slot is left out where it is the usual ``output.0``."""
     slot = entry.get("slot") or "output.0"
@@ -262,7 +253,7 @@ def differing_environment(report: Report) -> list[dict[str, Any]]:
 
 def logprob_sources(tokens: Mapping[str, Any]) -> str:
     """Return where the log-probs of each side come from, for the ``tokens`` of a report that compared any."""
-    a, b = (LOGPROB_SOURCES[tokens[f"source_{side}"]] for side in "ab")
+    a, b = (LOGPROB_SOURCES.get(name, f"of the column {name}") for name in (tokens["source_a"], tokens["source_b"]))
     return f"log-probs of both {a}" if a == b else f"log-probs of A {a}, of B {b}"
 
 
@@ -273,19 +264,25 @@ def worst_tokens(report: Report) -> list[dict[str, Any]]:
 
 def without_text(report: Report) -> Report:
     """Return a copy of the report with every token text and context removed (``--no-text``)."""
-    tokens = dict(report["tokens"])
+    tokens, ppo = dict(report["tokens"]), dict(report["ppo"])
     if "compared" in tokens:
         tokens["text"] = False
-    tokens["worst"] = [_drop_text(token) for token in tokens.get("worst") or []]
+    for section, key in ((tokens, "worst"), (tokens, "by_token"), (ppo, "carriers")):
+        if section.get(key):
+            section[key] = [_drop_text(token) for token in section[key]]
     tokens["sequences"] = [
         {**sequence, "strip": [_drop_text(token) for token in sequence.get("strip") or []]}
         for sequence in tokens.get("sequences") or []
     ]
-    return {**report, "tokens": tokens}
+    return {**report, "tokens": tokens, "ppo": ppo}
+
+
+_TEXTS = ("text", "context", "after")
+"""Keys of a token that spell it or its neighbours out."""
 
 
 def _drop_text(token: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: None if key in ("text", "context") else value for key, value in token.items()}
+    return {key: None if key in _TEXTS else value for key, value in token.items()}
 
 
 def visible(text: Any, limit: int = 0) -> str:

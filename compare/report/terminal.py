@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from probe.compare.report.findings import (
@@ -10,6 +9,7 @@ from probe.compare.report.findings import (
     action_title,
     against_band,
     explained,
+    first_words,
     floor_words,
     located_words,
     no_suspect,
@@ -20,13 +20,11 @@ from probe.compare.report.findings import (
     sides_known,
 )
 from probe.compare.report.model import (
-    OPTIONAL_SECTIONS,
     ROUTING_MARGINS,
     Report,
     details,
     differing_environment,
     focus,
-    is_built,
     is_first_divergence,
     label,
     logprob_sources,
@@ -37,25 +35,11 @@ from probe.compare.report.model import (
     visible,
     worst_tokens,
 )
+from probe.compare.report.shared import terminal as blocks
+from probe.compare.report.shared.terminal import STYLES, grid, row, say, title
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
-
-_STYLES = {
-    "identical": "green",
-    "consistent": "green",
-    "suspect": "yellow",
-    "divergent": "bold red",
-    "incomparable": "magenta",
-    "missing": "magenta",
-    "pass": "green",
-    "warn": "yellow",
-    "fail": "bold red",
-    "skipped": "dim",
-    "info": "dim",
-}
-
 
 _ACTION_STYLES = {"continue": "green", "correct": "yellow", "stop": "bold red"}
 _MODULE_FIGURES = ("rel_l2", "ratio")
@@ -70,53 +54,17 @@ def render(report: Report, console: Console) -> None:
         part(report, console)
 
 
-def _say(console: Console, *parts: tuple[str, str] | str) -> None:
-    """Print text as it is: no markup, no highlighting, no control characters; wrapped at words."""
-    from rich.text import Text
-
-    ascii_only = console.options.ascii_only
-    text = Text()
-    for part in parts:
-        words, style = (part, "") if isinstance(part, str) else part
-        shown = visible(words)
-        text.append(shown.encode("ascii", "backslashreplace").decode() if ascii_only else shown, style)
-    console.print(text)
-
-
-def _title(console: Console, words: str, note: str = "") -> None:
-    console.print()
-    _say(console, (words, "bold"), (f"  {note}" if note else "", "dim"))
-
-
-def _grid(headers: Iterable[tuple[str, str]]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name, justify in headers:
-        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
-    return table
-
-
-def _row(console: Console, table: Table, *cells: Any) -> None:
-    from rich.text import Text
-
-    shown = [visible(cell) for cell in cells]
-    if console.options.ascii_only:
-        shown = [cell.encode("ascii", "backslashreplace").decode() for cell in shown]
-    table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in shown))
-
-
 def _head(report: Report, console: Console) -> None:
     verdict = report["verdict"]
-    _say(console, ("verdict: ", "bold"), (verdict, _STYLES[verdict]), report["headline"].removeprefix(verdict))
-    _say(console, (f"{_side(report['a'])} vs {_side(report['b'])}", "dim"))
-    _say(console, details(report))
+    say(console, ("verdict: ", "bold"), (verdict, STYLES[verdict]), report["headline"].removeprefix(verdict))
+    say(console, (f"{_side(report['a'])} vs {_side(report['b'])}", "dim"))
+    say(console, details(report))
     first = report["first_divergence"]
     if first:
         place = f" at position {first.get('position')} of {first.get('sequence')}" if first.get("sequence") else ""
-        _say(console, ("first divergence: ", "bold"), (label(first), _STYLES["divergent"]), place)
+        say(console, ("first divergence: ", "bold"), (label(first), STYLES["divergent"]), place)
     for sentence in report["not_compared"]:
-        _say(console, ("not compared: ", "yellow"), sentence)
+        say(console, ("not compared: ", "yellow"), sentence)
 
 
 def _side(side: dict[str, Any]) -> str:
@@ -126,10 +74,10 @@ def _side(side: dict[str, Any]) -> str:
 def _gates(report: Report, console: Console) -> None:
     if not report["gates"]:
         return
-    _title(console, "Gates")
-    table = _grid([("gate", ""), ("status", ""), ("detail", "")])
+    title(console, "Gates")
+    table = grid([("gate", ""), ("status", ""), ("detail", "")])
     for gate in report["gates"]:
-        _row(console, table, gate["name"], gate["status"], gate["detail"])
+        row(console, table, gate["name"], gate["status"], gate["detail"])
     console.print(table)
 
 
@@ -137,7 +85,7 @@ def _action(report: Report, console: Console) -> None:
     """Print the recommended action and the figures that it rests on."""
     action = report["action"]
     console.print()
-    _say(
+    say(
         console,
         ("action: ", "bold"),
         (action_title(report), _ACTION_STYLES.get(action["word"], "")),
@@ -146,10 +94,10 @@ def _action(report: Report, console: Console) -> None:
     )
     if not action["figures"]:
         return
-    table = _grid([("figure", ""), ("value", "right"), ("", ""), ("healthy", "")])
+    table = grid([("figure", ""), ("value", "right"), ("", ""), ("healthy", "")])
     for figure in action["figures"]:
         mark = "pass" if figure["ok"] else "warn"
-        _row(console, table, figure["name"], number(figure["value"]), mark, number(figure["healthy"]))
+        row(console, table, figure["name"], number(figure["value"]), mark, number(figure["healthy"]))
     console.print(table)
 
 
@@ -158,26 +106,26 @@ def _suspects(report: Report, console: Console) -> None:
     suspects = report["suspects"]
     if not suspects:
         console.print()
-        _say(console, no_suspect(report))
+        say(console, no_suspect(report))
         return
-    _title(console, "Suspects", "the likeliest first")
+    title(console, "Suspects", "the likeliest first")
     for number_, suspect in enumerate(suspects[:_SUSPECTS], 1):
         side = f" on {SIDES[suspect['side']]}" if suspect["side"] in ("a", "b", "both") else ", side unknown"
         confidence = f"  {percent(suspect['confidence'])}"
-        _say(console, f"{number_}. ", (suspect["cause"], "bold"), f" in {suspect['name']}{side}", (confidence, "dim"))
+        say(console, f"{number_}. ", (suspect["cause"], "bold"), f" in {suspect['name']}{side}", (confidence, "dim"))
         for sentence in suspect["evidence"]:
-            _say(console, f"   - {sentence}")
-        _say(console, ("   next: ", "dim"), suspect["next_check"])
+            say(console, f"   - {sentence}")
+        say(console, ("   next: ", "dim"), suspect["next_check"])
     if len(suspects) > _SUSPECTS:
-        _say(console, (f"{len(suspects) - _SUSPECTS} more are in report.json.", "dim"))
+        say(console, (f"{len(suspects) - _SUSPECTS} more are in report.json.", "dim"))
 
 
 def _located(report: Report, console: Console) -> None:
     sentences = located_words(report)
     if sentences:
-        _title(console, "Where")
+        title(console, "Where")
     for sentence in sentences:
-        _say(console, sentence)
+        say(console, sentence)
 
 
 def _replay(report: Report, console: Console) -> None:
@@ -185,45 +133,45 @@ def _replay(report: Report, console: Console) -> None:
     sentences, modules = replay_words(report), replays_to_read(report)
     if not sentences:
         return
-    _title(console, "Replay", "each module recomputed in float64 from its own stored input")
+    title(console, "Replay", "each module recomputed in float64 from its own stored input")
     for sentence in sentences:
-        _say(console, sentence)
+        say(console, sentence)
     if not modules:
         return
-    table = _grid([("module", ""), ("A, roundings", ""), ("B, roundings", "")])
+    table = grid([("module", ""), ("A, roundings", ""), ("B, roundings", "")])
     for entry in modules:
-        _row(console, table, label(entry), *(against_band(entry.get(side)) for side in ("a", "b")))
+        row(console, table, label(entry), *(against_band(entry.get(side)) for side in ("a", "b")))
     console.print(table)
     for entry in modules:
         if explained(entry):
-            _say(console, f"{label(entry)}: {explained(entry)}.")
+            say(console, f"{label(entry)}: {explained(entry)}.")
 
 
 def _modules(report: Report, console: Console) -> None:
     layers = report["layers"]
     if not layers:
-        _title(console, "Modules", "none compared")
+        title(console, "Modules", "none compared")
         return
     shown = focus(report)
     counts = ", ".join(f"{count} {word}" for word, count in verdict_counts(layers).items())
     if not shown:
-        _title(console, "Modules", counts)
+        title(console, "Modules", counts)
         return
     which = "nearest to their noise floor"
     if report["first_divergence"]:
         which = "around the first divergence"
     elif any(layer.get("ratio") is None for layer in shown):
         which = "not compared or nearest to their noise floor"
-    _title(console, "Modules", f"{counts}; {len(shown)} of {len(layers)}, {which}")
+    title(console, "Modules", f"{counts}; {len(shown)} of {len(layers)}, {which}")
     sided = sides_known(shown)
-    table = _grid([("module", ""), ("verdict", ""), *_MODULE_HEADERS, *([("by", "")] if sided else [])])
+    table = grid([("module", ""), ("verdict", ""), *_MODULE_HEADERS, *([("by", "")] if sided else [])])
     for layer in shown:
         mark = "> " if is_first_divergence(report, layer) else "~ " if layer.get("proposed") else "  "
         figures = [*(number(layer.get(key), 2) for key in _MODULE_FIGURES), own_share(layer)]
         side = [_SHORT_SIDES.get(layer["side"], "")] if sided else []
-        _row(console, table, mark + label(layer), layer["verdict"], *figures, *side)
+        row(console, table, mark + label(layer), layer["verdict"], *figures, *side)
     console.print(table)
-    _say(
+    say(
         console,
         (f"floor: {floor_words(report)}; own: share of the squared error that the inputs do not explain", "dim"),
     )
@@ -234,16 +182,16 @@ def _experts(report: Report, console: Console) -> None:
     moe = report["moe"]
     if not moe:
         return
-    _title(console, "Experts", routing_words(moe))
+    title(console, "Experts", routing_words(moe))
     layers = [layer for layer in moe["layers"] if layer["flips"]]
     if not layers:
         return
     headers = ["layer", "flips", "unexplained", "overlap", "margin A", "margin B", "all tokens"]
-    table = _grid([(name, "right") for name in headers])
+    table = grid([(name, "right") for name in headers])
     for layer in layers:
         margins = [(layer[key][side] or {}).get("median") for key, side in ROUTING_MARGINS]
         counts = layer["layer"], layer["flips"], layer["unexplained"], number(layer["overlap"])
-        _row(console, table, *counts, *(number(value, 2) for value in margins))
+        row(console, table, *counts, *(number(value, 2) for value in margins))
     console.print(table)
 
 
@@ -251,73 +199,85 @@ def _coverage(report: Report, console: Console) -> None:
     coverage = report["coverage"]
     unmatched = [len(coverage.get(key) or []) for key in ("only_a", "only_b", "unavailable")]
     joined = (coverage.get("rows") or {}).get("joined", 0)
-    _title(console, "Coverage")
-    _say(
+    title(console, "Coverage")
+    say(
         console,
         f"{coverage.get('matched', 0)} tensors matched; {unmatched[0]} only in A, {unmatched[1]} only in B, "
         f"{unmatched[2]} unavailable. {joined} rows joined.",
     )
     if coverage.get("proposed"):
-        _say(console, f"{coverage['proposed']} of the pairs (marked ~) are only proposed: confirm them with --map.")
+        say(console, f"{coverage['proposed']} of the pairs (marked ~) are only proposed: confirm them with --map.")
     reasons = row_reasons(report)
     if reasons:
-        table = _grid([("rows", "right"), ("of", ""), ("not joined because", "")])
+        table = grid([("rows", "right"), ("of", ""), ("not joined because", "")])
         for side, words, count in reasons:
-            _row(console, table, count, side.upper(), words)
+            row(console, table, count, side.upper(), words)
         console.print(table)
 
 
 def _tokens(report: Report, console: Console) -> None:
     tokens = report["tokens"]
     if not tokens.get("compared"):
-        _title(console, "Tokens", tokens.get("detail") or "no log-probs compared")
+        title(console, "Tokens", tokens.get("detail") or "no log-probs compared")
         return
-    _title(console, "Tokens", f"{tokens['compared']} compared; {logprob_sources(tokens)}")
+    title(console, "Tokens", f"{tokens['compared']} compared; {logprob_sources(tokens)}")
     names = {"mean_abs_logprob_diff": "mean |dlogp|", "max_abs_logprob_diff": "max |dlogp|", "pearson": "Pearson"}
     names |= {"k3": "k3"}
-    _say(console, ", ".join(f"{name} {number(tokens.get(key), 4)}" for key, name in names.items()))
-    worst = worst_tokens(report)[:5]
+    say(console, ", ".join(f"{name} {number(tokens.get(key), 4)}" for key, name in names.items()))
+    blocks.tails(tokens, console)
+    _worst(worst_tokens(report)[:5], console)
+
+
+def _worst(worst: list[dict[str, Any]], console: Console) -> None:
+    """Print the worst tokens and, where layers were joined, the first tensor that the row that scores them leaves."""
     if not worst:
         return
-    table = _grid([("sequence", ""), ("position", "right"), ("token", "right"), ("text", "")])
-    for name in ("logp A", "logp B", "diff"):
-        table.add_column(name, justify="right")
+    joined = "lies_in" in worst[0]
+    headers = [("sequence", ""), ("pos", "right"), ("token", "")]
+    headers += [(name, "right") for name in ("logp A", "logp B", "diff")] + ([("first at", "")] if joined else [])
+    table = grid(headers)
     for token in worst:
         figures = [number(token.get(key)) for key in ("logprob_a", "logprob_b", "diff")]
-        text = "" if token.get("text") is None else visible(token["text"], 16)
-        _row(console, table, token["sequence"], token["position"], token["token"], text, *figures)
+        text = number(token["token"]) if token.get("text") is None else visible(token["text"], 12)
+        first = [first_words(token)] if joined else []
+        row(console, table, token["sequence"], token["position"], text, *figures, *first)
     console.print(table)
+
+
+def _update(report: Report, console: Console) -> None:
+    """Print what the differences of the log-probs do: by probability, to corrections, to the PPO update.
+
+    Only where some token figure is out of its healthy range; the other forms show it in any case.
+    """
+    if all(figure["ok"] for figure in report["action"]["figures"]):
+        return
+    blocks.probabilities(report["tokens"], console)
+    blocks.corrections(report["tokens"], console)
+    blocks.update(report["ppo"], console)
 
 
 def _environment(report: Report, console: Console) -> None:
     entries = differing_environment(report)
     if not entries:
         return
-    _title(console, "Environment", f"{len(entries)} of {len(report['environment'])} entries differ")
-    table = _grid([("key", ""), ("A", ""), ("B", ""), ("", "")])
+    title(console, "Environment", f"{len(entries)} of {len(report['environment'])} entries differ")
+    table = grid([("key", ""), ("A", ""), ("B", ""), ("", "")])
     for entry in entries:
-        _row(console, table, entry["key"], number(entry["a"]), number(entry["b"]), entry["severity"])
+        row(console, table, entry["key"], number(entry["a"]), number(entry["b"]), entry["severity"])
     console.print(table)
-
-
-def _not_built(report: Report, console: Console) -> None:
-    absent = [name for key, name in OPTIONAL_SECTIONS.items() if not is_built(report[key])]
-    if absent:
-        console.print()
-        _say(console, (f"not built: {', '.join(absent)}", "dim"))
 
 
 def _next(report: Report, console: Console) -> None:
     if not report["next_commands"]:
         return
-    _title(console, "Next")
+    title(console, "Next")
     for command in report["next_commands"]:
         # A command must be copied as it is: no wrapping.
         console.print("  " + visible(command), markup=False, highlight=False, soft_wrap=True)
 
 
 PARTS = (
-    *(_head, _action, _suspects, _gates, _modules, _located, _replay, _experts, _coverage, _tokens, _environment),
-    *(_not_built, _next),
+    *(_head, _action, _suspects, _gates, _modules, _located, _replay, _experts, _coverage, _tokens),
+    *(_update, _environment, _next),
 )
 """The parts of the report in the order in which they are printed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,12 +49,17 @@ def unexplained_difference(a: Dump, b: Dump, aligner: RowAligner, logits: Measur
 
 
 def _explained(a: Dump, b: Dump, sources: Sources, max_abs: float) -> float:
-    """Return how far log-probs may part where logits do by ``max_abs`` at most.
-
-    Processed ones are of logits over the temperature, and summed over at least the share top-p of the probabilities.
-    """
     sides = ((a, sources.a), (b, sources.b))
     meanings = [engine_semantics(dump.manifest) for dump, name in sides if name == "engine"] or [Semantics()]
+    return explained_by_logits(meanings, max_abs)
+
+
+def explained_by_logits(meanings: Sequence[Semantics], max_abs: float) -> float:
+    """Return how far log-probs may part, in nats, where logits do by ``max_abs`` at most.
+
+    Logits that differ by d give log-probs that differ by 2 d at most. Processed ones are of logits over the
+    temperature, and summed over at least the share top-p of the probabilities.
+    """
     coldest, least = (min(getattr(meaning, name) for meaning in meanings) for name in ("temperature", "top_p"))
     return 2 * max_abs / coldest - float(np.log(least))
 

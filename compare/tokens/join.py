@@ -16,7 +16,9 @@ class JoinedTokens:
     """Response tokens whose log-prob both sides have: arrays [tokens], ``pair`` indexing the sequence pairs.
 
     ``lone`` counts for each side the tokens of both sides' sequences of which only it has a finite log-prob.
-    ``owners``: for each side the number of the sequence in its dump, [tokens].
+    ``owners``: for each side the number of the sequence in its dump, [tokens]. ``infinite``: for each side the tokens
+    of both sides' sequences whose log-prob is infinite on it, as packed (pair, position) in order, and these values.
+    ``lone_last``: for each side the sequences, equal until then, in which it has a log-prob past the other side's last.
     """
 
     pair: np.ndarray
@@ -26,12 +28,15 @@ class JoinedTokens:
     b: np.ndarray
     lone: tuple[int, int] = (0, 0)
     owners: tuple[np.ndarray, np.ndarray] = (NO_ROWS, NO_ROWS)
+    infinite: tuple[tuple[np.ndarray, np.ndarray], ...] = ((NO_ROWS, NO_ROWS), (NO_ROWS, NO_ROWS))
+    lone_last: tuple[int, int] = (0, 0)
 
 
 def join_tokens(a: Dump, b: Dump, aligner: RowAligner, sources: Sources) -> JoinedTokens:
     """Join the two token tables by (sequence, position) within the common prefixes, response tokens only.
 
-    A token of a later turn's prompt that an earlier piece of its trajectory generated is a response token.
+    A token of a later turn's prompt that an earlier piece of its trajectory generated is a response token. A log-prob
+    that is NaN is one that the engine did not return (docs/format.md); an infinite one is known, and not compared.
     """
     tables = a.tokens, b.tokens
     columns = a.tokens[SOURCES[sources.a]], b.tokens[SOURCES[sources.b]]
@@ -39,15 +44,23 @@ def join_tokens(a: Dump, b: Dump, aligner: RowAligner, sources: Sources) -> Join
     places = [aligner.places(side_cells, side) for side, side_cells in enumerate(cells)]
     keys = [pack(pair, position) for _, position, pair, _ in places]
     generated = np.unique(np.concatenate([key[table["response"]] for key, table in zip(keys, tables)]))
-    rows, scored = [], []
+    rows, scored, infinite, ends = [], [], [], []
     for key, values, side_cells, (_, position, pair, _) in zip(keys, columns, cells, places):
-        kept = np.flatnonzero(np.isfinite(values) & np.isin(key, generated))
+        response = np.isin(key, generated)
+        kept = np.flatnonzero(np.isfinite(values) & response)
         rows.append(RowTable(side_cells[kept], kept, NO_ROWS, NO_ROWS, 0))
-        kept = kept[pair[kept] >= 0]
-        scored.append(np.unique(key[kept[position[kept] < aligner.prefix[pair[kept]]]]))
+        shared = (pair >= 0) & (position < aligner.prefix[pair]) if len(aligner.prefix) else np.zeros(len(pair), bool)
+        scored.append(np.unique(key[kept[shared[kept]]]))
+        ends.append(np.full(len(aligner.prefix), -1, np.int64))
+        np.maximum.at(ends[-1], pair[kept[pair[kept] >= 0]], position[kept[pair[kept] >= 0]])
+        broken = np.flatnonzero(np.isinf(values) & response & shared)
+        found, at = np.unique(key[broken], return_index=True)
+        infinite.append((found, values[broken[at]]))
     join = aligner.join_tables(*rows)
-    lone = (len(np.setdiff1d(scored[0], scored[1])), len(np.setdiff1d(scored[1], scored[0])))
+    known = [np.union1d(finite, found) for finite, (found, _) in zip(scored, infinite)]
+    lone = (len(np.setdiff1d(scored[0], known[1])), len(np.setdiff1d(scored[1], known[0])))
+    later = [int(((x > y) & (y >= 0) & (aligner.prefix > y)).sum()) for x, y in (ends, ends[::-1])]
     tokens = a.tokens["token"][join.index_a]
     scores = columns[0][join.index_a], columns[1][join.index_b]
     owners = split(join.cells_a)[0], split(join.cells_b)[0]
-    return JoinedTokens(join.pair, join.position, tokens, *scores, lone, owners)
+    return JoinedTokens(join.pair, join.position, tokens, *scores, lone, owners, tuple(infinite), (later[0], later[1]))

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from probe.sampling import Semantics, engine_semantics
 from probe.store.reader import Dump
 
 SOURCES = {"engine": "logprob", "recomputed": "logprob_recomputed"}
-
-
-@dataclass(frozen=True)
-class Semantics:
-    """What distribution a side's log-probs belong to: the temperature and top-p already in them."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -28,14 +19,6 @@ class Sources:
     a: str
     b: str
     comparable: bool
-
-
-def engine_semantics(manifest: Mapping[str, Any]) -> Semantics:
-    """Return what an engine's own log-probs contain: processed ones have temperature and top-p in them, raw neither."""
-    if not str(manifest.get("logprobs_mode") or "").startswith("processed"):
-        return Semantics()
-    sampling = manifest.get("sampling") or {}
-    return Semantics(float(sampling.get("temperature") or 1.0), float(sampling.get("top_p") or 1.0))
 
 
 def choose_sources(a: Dump, b: Dump) -> Sources | None:

@@ -15,6 +15,7 @@ from probe.hooks.runners.inprocess import capturing, micro_batches, torch_dtype
 from probe.hooks.runners.job import DumpJob, Observer, TokenSequence
 from probe.hooks.runners.launch import launch
 from probe.hooks.weights import sketches
+from probe.sampling import engine_semantics
 from probe.store.schema import AXES
 
 ENTRY = "probe.hooks.runners.fsdp:rank_main"
@@ -66,7 +67,7 @@ def rank_main(
         torch.no_grad(),
         precision(manifest["dtype"]),
     ):
-        return score(wrapped, batches, rows, device, observer)
+        return score(wrapped, batches, rows, device, observer, engine_semantics(manifest))
 
 
 def _blocks(model: Any) -> list[torch.nn.Module]:

@@ -19,9 +19,14 @@ from probe.hooks.rows import Announced
 from probe.hooks.runners.job import DTYPES, DumpJob, TokenSequence, step_folder
 from probe.hooks.weights import named_sketches
 from probe.hooks.wrappers import strip_wrappers
+from probe.sampling import Semantics
 from probe.settings import weights_settings
 from probe.store.schema import WeightSketch
 from probe.store.writer import DumpWriter
+
+CHUNK_VALUES = 1 << 22
+"""Logits that are scored at a time: 16 MiB in fp32, a few times over, whatever the batch holds."""
+UNTOUCHED = Semantics()
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -73,15 +78,19 @@ def announce(sequences: list[TokenSequence], *, whole: bool) -> list[Announced]:
     ]
 
 
-def token_logprobs(logits: torch.Tensor, tokens: list[int], start: int = 0) -> np.ndarray:
+def token_logprobs(
+    logits: torch.Tensor, tokens: list[int], start: int = 0, meaning: Semantics = UNTOUCHED
+) -> np.ndarray:
     """Return log-probs of ``tokens[start + 1:]`` under ``logits`` [length - start, vocab] in fp32: float64 [length].
 
     Entry p scores token p with row p - 1; entries that no row scores are NaN.
     """
-    return logprobs_at(logits, tokens, start + np.arange(len(logits)))
+    return logprobs_at(logits, tokens, start + np.arange(len(logits)), meaning)
 
 
-def logprobs_at(logits: torch.Tensor, tokens: list[int], positions: np.ndarray) -> np.ndarray:
+def logprobs_at(
+    logits: torch.Tensor, tokens: list[int], positions: np.ndarray, meaning: Semantics = UNTOUCHED
+) -> np.ndarray:
     """Return the log-probs that rows of ``logits`` [rows, vocab] at these positions give in fp32: float64 [length].
 
     The row at position p scores token p + 1; entries that no row scores are NaN.
@@ -89,10 +98,32 @@ def logprobs_at(logits: torch.Tensor, tokens: list[int], positions: np.ndarray) 
     result = np.full(len(tokens), np.nan)
     rows = np.nonzero(positions < len(tokens) - 1)[0]
     scored = positions[rows] + 1
-    targets = torch.from_numpy(np.asarray(tokens, np.int64)[scored]).to(logits.device)
-    scores = torch.log_softmax(logits[torch.from_numpy(rows).to(logits.device)].float(), -1)
-    result[scored] = scores.gather(-1, targets[:, None])[:, 0].double().cpu().numpy()
+    targets = np.asarray(tokens, np.int64)[scored]
+    step = max(1, CHUNK_VALUES // max(1, logits.shape[-1]))
+    for at in (slice(n, n + step) for n in range(0, len(rows), step)):
+        here = [torch.from_numpy(array[at]).to(logits.device) for array in (rows, targets)]
+        result[scored[at]] = processed_scores(logits[here[0]], here[1], meaning).double().cpu().numpy()
     return result
+
+
+def processed_scores(logits: torch.Tensor, targets: torch.Tensor, meaning: Semantics) -> torch.Tensor:
+    """Return the log-probs of ``targets`` [rows] under ``logits`` [rows, vocab] in fp32, processed as ``meaning`` says.
+
+    As vLLM's processed log-probs: logits over the temperature; then the least likely tokens that together have no more
+    than 1 - top-p are dropped and the others renormalised. Where the target itself is one of those, it is kept beside
+    them: it was drawn from the rollout's set, and only rounding put it outside this one (prime-rl does the same, PR
+    2601; minus infinity, as in NeMo-RL, would take the token out of training).
+    """
+    scores = torch.log_softmax(logits.float() if meaning.temperature == 1 else logits.float() / meaning.temperature, -1)
+    chosen = scores.gather(-1, targets[:, None])[:, 0]
+    if meaning.top_p == 1:
+        return chosen
+    ordered = scores.sort(-1).values
+    dropped = ordered.exp().cumsum(-1) <= 1 - meaning.top_p
+    dropped[:, -1] = False
+    least = ordered.gather(-1, dropped.sum(-1, keepdim=True))[:, 0]
+    mass = ordered.masked_fill_(dropped, -torch.inf).logsumexp(-1)
+    return chosen - torch.where(chosen < least, torch.logaddexp(mass, chosen), mass)
 
 
 def micro_batches(sequences: list[TokenSequence], size: int) -> Iterator[list[TokenSequence]]:

@@ -23,9 +23,16 @@ Observer = Callable[[str, int, int], None]
 """Called with (what is going on, done, total) while a dump runs; only the command line draws it."""
 
 
+RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
+"""What log-probs are of, in vLLM's words: the untouched logits, or those that the tokens are drawn from."""
+
+
 @dataclass
 class Sampling:
-    """How a rollout generates; ``logprobs_mode`` is vLLM's (raw_logprobs, processed_logprobs)."""
+    """How a rollout generates, and what its log-probs are of: ``logprobs_mode`` is RAW or PROCESSED.
+
+    A run over another dump's tokens takes from it only the mode: temperature and top-p are then that dump's own.
+    """
 
     n: int = 1
     max_tokens: int = 32
@@ -33,7 +40,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     ignore_eos: bool = False
-    logprobs_mode: str = "raw_logprobs"
+    logprobs_mode: str = RAW
 
 
 @dataclass(frozen=True)
@@ -180,6 +187,11 @@ def check_job(job: DumpJob) -> Engine:
         raise UsageError("--noise measures a run that is already there", "give its dump with --from")
     if job.force_decode and (job.source is None or job.engine != "vllm"):
         raise UsageError("--force-decode feeds another dump's tokens through vLLM's decode", "give --from and vllm")
+    if rescores_processed(job) and job.prompts_only:
+        problem = (
+            "vLLM's processed log-probs of given tokens come from the stored logits, which --prompts-only leaves out"
+        )
+        raise UsageError(problem, "leave out one of --prompts-only and --logprobs-mode")
     try:
         missing = importlib.util.find_spec(engine.package) is None
     except ModuleNotFoundError:
@@ -187,6 +199,11 @@ def check_job(job: DumpJob) -> Engine:
     if missing:
         raise EngineError(f"engine {job.engine} is not installed", engine.install)
     return engine
+
+
+def rescores_processed(job: DumpJob) -> bool:
+    """Tell whether vLLM is to give processed log-probs of given tokens: it has them of tokens that it draws alone."""
+    return job.engine == "vllm" and job.source is not None and job.sampling.logprobs_mode == PROCESSED
 
 
 def _check_numbers(job: DumpJob) -> None:

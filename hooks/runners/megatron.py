@@ -54,7 +54,7 @@ def rank_main(
     rank = torch.distributed.get_rank()
     with capturing(job, manifest, chunks, MegatronAdapter, rank) as rows:
         assert isinstance(rows, MegatronAdapter)
-        return run_plan(plan, chunks, rows, manifest["layout"]["vocab_size"], device, observer)
+        return run_plan(plan, chunks, rows, manifest, device, observer)
 
 
 def _device(job: DumpJob) -> str:

@@ -17,6 +17,7 @@ from probe.hooks.rows import Announced
 from probe.hooks.runners.inprocess import announce, logprobs_at, micro_batches
 from probe.hooks.runners.job import DumpJob, Observer, Parallel, TokenSequence
 from probe.hooks.runners.megatron_batch import PACKED, Batch, Form, forward, make_batch
+from probe.sampling import Semantics, engine_semantics
 
 NOBODY = Announced("", length=0)
 """A batch row that only fills up the batch."""
@@ -69,15 +70,17 @@ def _uniform(form: Form, batches: list[list[TokenSequence]]) -> Form:
 
 
 def run_plan(
-    plan: Plan, chunks: list[Any], rows: MegatronAdapter, vocab_size: int, device: str, observer: Observer
+    plan: Plan, chunks: list[Any], rows: MegatronAdapter, manifest: dict[str, Any], device: str, observer: Observer
 ) -> list[TokenSequence]:
     """Run the plan and return the sequences that this rank scored, with log-probs where it holds the logits' rows.
 
-    Only the last pipeline stage returns any, and of its tensor-parallel ranks only the first.
+    ``manifest`` says how many columns are the vocabulary, and whether the log-probs are processed. Only the last
+    pipeline stage returns any, and of its tensor-parallel ranks only the first.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     done = itertools.accumulate(map(len, plan.micro_batches))
+    scored_as = manifest["layout"]["vocab_size"], engine_semantics(manifest)
 
     def step(batches: Iterator[tuple[Batch, list[TokenSequence]]], chunk: Any) -> tuple[torch.Tensor, Any]:
         batch, members = next(batches)
@@ -86,7 +89,7 @@ def run_plan(
         output = forward(chunk, batch)
         if chunk is chunks[-1] and members:
             observer("recomputing", next(done), plan.sequences)
-        return output, partial(_scored, batch, members, vocab_size)
+        return output, partial(_scored, batch, members, *scored_as)
 
     def batches() -> Iterator[tuple[Batch, list[TokenSequence]]]:
         for members in plan.micro_batches:
@@ -114,7 +117,12 @@ def _announced(batch: Batch, members: list[TokenSequence]) -> list[Announced]:
 
 
 def _scored(
-    batch: Batch, members: list[TokenSequence], vocab_size: int, output: torch.Tensor, non_loss_data: bool
+    batch: Batch,
+    members: list[TokenSequence],
+    vocab_size: int,
+    meaning: Semantics,
+    output: torch.Tensor,
+    non_loss_data: bool,
 ) -> list[TokenSequence]:
     """Return the sequences of a micro-batch with the log-probs that the rows of its logits give."""
     if not members:
@@ -124,7 +132,7 @@ def _scored(
         return []
     for index, sequence in enumerate(members):
         cells = batch.rows(index)
-        sequence.logprobs = logprobs_at(logits[cells], sequence.tokens, np.asarray(batch.position[cells]))
+        sequence.logprobs = logprobs_at(logits[cells], sequence.tokens, np.asarray(batch.position[cells]), meaning)
     return members
 
 

@@ -13,10 +13,12 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from probe.checkpoint import Checkpoint
 from probe.errors import OutputExistsError, UsageError
 from probe.hooks.runners.job import (
+    PROCESSED,
     DumpJob,
     Observer,
     TokenSequence,
@@ -31,7 +33,7 @@ from probe.hooks.runners.tokens import write_tokens
 from probe.manifest import make_manifest, write_manifest
 from probe.settings import STAGES
 from probe.store.journal import JOURNAL_SUFFIX
-from probe.store.reader import open_dump
+from probe.store.reader import Dump, open_dump
 from probe.store.schema import MANIFEST_NAME, PARTIAL_SUFFIX, Sequence
 
 log = logging.getLogger("probe")
@@ -50,7 +52,7 @@ def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) 
     job = replace(job, parallel=completed(job.engine, job.parallel))
     check_parallel(job, engine, checkpoint.config)
     with output_folder(job.output, job.force):
-        sequences = _sequences(job, checkpoint)
+        sequences, sampling = _sequences(job, checkpoint)
         check_positions(job, sequences, checkpoint.config)
         manifest = make_manifest(
             job.stage,
@@ -60,8 +62,8 @@ def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) 
             dtype=resolve_dtype(job.dtype, checkpoint.config),
             prompts_only=job.prompts_only,
             task="tensor",
-            sampling=vars(job.sampling) if job.stage == "rollout" and job.source is None else {},
-            logprobs_mode=job.sampling.logprobs_mode if job.engine == "vllm" else "raw_logprobs",
+            sampling=sampling,
+            logprobs_mode=job.sampling.logprobs_mode,
             source_dump=None if job.source is None else str(job.source.resolve()),
             forced="decode" if job.force_decode else "prefill" if job.source and job.stage == "rollout" else None,
             world_size=job.parallel.world,
@@ -228,7 +230,8 @@ def _is_manifest(path: Path) -> bool:
 # -- which sequences ---------------------------------------------------------------------------------------------------
 
 
-def _sequences(job: DumpJob, checkpoint: Checkpoint) -> list[TokenSequence]:
+def _sequences(job: DumpJob, checkpoint: Checkpoint) -> tuple[list[TokenSequence], dict[str, Any]]:
+    """Return the sequences to run and the manifest's ``sampling``."""
     vocab_size = int(checkpoint.config.get("vocab_size") or 0)
     if job.source is None:
         from probe.hooks.runners.prompts import read_prompts, tokenize
@@ -236,13 +239,14 @@ def _sequences(job: DumpJob, checkpoint: Checkpoint) -> list[TokenSequence]:
         assert job.prompts is not None
         prompts = read_prompts(job.prompts)
         tokenize(prompts, job.model, vocab_size)
-        return [
+        fresh = [
             TokenSequence(f"{p.uid}.s{k}", list(p.tokens), len(p.tokens), sample=k, trajectory=p.uid)
             for p in prompts
             for k in range(job.sampling.n)
         ]
+        return fresh, dict(vars(job.sampling))
     with open_dump(job.source) as source:
-        taken = [_taken(s) for s in source.sequences]
+        taken, sampling = [_taken(s) for s in source.sequences], _followed(job, source)
     if not taken or not all(s.tokens and min(s.tokens) >= 0 for s in taken):
         raise UsageError(f"{job.source} does not hold the token ids of its sequences", "give a rollout's dump")
     highest = max(max(s.tokens) for s in taken)
@@ -251,7 +255,23 @@ def _sequences(job: DumpJob, checkpoint: Checkpoint) -> list[TokenSequence]:
             f"{job.source} holds token {highest} but {job.model} has a vocabulary of {vocab_size}",
             "use the model that made the dump, or one with the same tokenizer",
         )
-    return taken
+    return taken, sampling
+
+
+def _followed(job: DumpJob, source: Dump) -> dict[str, Any]:
+    """Return the temperature and top-p of the rollout that processed log-probs follow; nothing for raw ones.
+
+    Raises UsageError where the source does not say them.
+    """
+    if job.sampling.logprobs_mode != PROCESSED:
+        return {}
+    stated = source.manifest.get("sampling") or {}
+    if "temperature" not in stated or "top_p" not in stated:
+        raise UsageError(
+            f"{source.path} does not say with which temperature and top-p its tokens were drawn, as {PROCESSED} need",
+            "give the rollout's own dump with --from, or leave out --logprobs-mode",
+        )
+    return {name: stated[name] for name in ("temperature", "top_p")}
 
 
 def _taken(sequence: Sequence) -> TokenSequence:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,13 @@ def _final(dump: Dump, logits: tuple[str, str]) -> tuple[str, str]:
     return CAPPED if config.get("final_logit_softcapping") and CAPPED in dump.tensors else logits
 
 
-def recompute_logprobs(dump: Dump, logits: tuple[str, str], done: list[TokenSequence]) -> dict[str, np.ndarray]:
+Score = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Log-probs of tokens [n] under logits [n, vocab]."""
+
+
+def recompute_logprobs(
+    dump: Dump, logits: tuple[str, str], done: list[TokenSequence], score: Score = logprobs_from_logits
+) -> dict[str, np.ndarray]:
     """Return, per uid, the log-prob of each token from the dumped logits (float64 [length], NaN where there are none).
 
     The log-prob of the token at position p comes from row p - 1; columns beyond the vocabulary are padding.
@@ -86,8 +92,7 @@ def recompute_logprobs(dump: Dump, logits: tuple[str, str], done: list[TokenSequ
                 continue
             mine = np.nonzero((rows["sequence"] == number) & (rows["position"] < len(entry.tokens) - 1))[0]
             positions = rows["position"][mine] + 1
-            scored = logprobs_from_logits(values[mine][:, :vocab_size], ids[entry.uid][positions])
-            found[entry.uid][positions] = scored
+            found[entry.uid][positions] = score(values[mine][:, :vocab_size], ids[entry.uid][positions])
     return found
 
 

@@ -15,6 +15,7 @@ from probe.hooks.device import pick_device
 from probe.hooks.engines.transformers import BatchAdapter
 from probe.hooks.runners.inprocess import announce, capturing, micro_batches, token_logprobs, torch_dtype
 from probe.hooks.runners.job import DumpJob, Observer, TokenSequence
+from probe.sampling import Semantics, engine_semantics
 
 
 def run(
@@ -27,10 +28,11 @@ def run(
     manifest["engine"]["version"] = transformers.__version__
     manifest["device"] = device
     manifest["backends"] = {"attention": getattr(model.config, "_attn_implementation", None)}
+    meaning = engine_semantics(manifest)
     with capturing(job, manifest, model, BatchAdapter) as rows, torch.no_grad(), precision(manifest["dtype"]):
         if job.source is None:
-            return _generate(job, model, sequences, rows, observer)
-        return score(model, list(micro_batches(sequences, job.micro_batch_size)), rows, device, observer)
+            return _generate(job, model, sequences, rows, observer, meaning)
+        return score(model, list(micro_batches(sequences, job.micro_batch_size)), rows, device, observer, meaning)
 
 
 class KeepFloat64(TorchFunctionMode):
@@ -74,9 +76,14 @@ def load(job: DumpJob, dtype: str) -> Any:
 
 
 def score(
-    model: Any, batches: list[list[TokenSequence]], rows: BatchAdapter, device: str, observer: Observer
+    model: Any,
+    batches: list[list[TokenSequence]],
+    rows: BatchAdapter,
+    device: str,
+    observer: Observer,
+    meaning: Semantics,
 ) -> list[TokenSequence]:
-    """Recompute sequences in right-padded micro-batches and return them with log-probs.
+    """Recompute sequences in right-padded micro-batches and return them with log-probs of this ``meaning``.
 
     An empty micro-batch is run but not captured: it keeps ranks company that have more.
     """
@@ -90,14 +97,20 @@ def score(
         rows.announce(announce(batch, whole=True))
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         for row, sequence in enumerate(batch):
-            sequence.logprobs = token_logprobs(logits[row, : len(sequence.tokens)], sequence.tokens)
+            mine = logits[row, : len(sequence.tokens)]
+            sequence.logprobs = token_logprobs(mine, sequence.tokens, meaning=meaning)
         done += len(batch)
         observer("recomputing", done, total)
     return [sequence for batch in batches for sequence in batch]
 
 
 def _generate(
-    job: DumpJob, model: Any, sequences: list[TokenSequence], rows: BatchAdapter, observer: Observer
+    job: DumpJob,
+    model: Any,
+    sequences: list[TokenSequence],
+    rows: BatchAdapter,
+    observer: Observer,
+    meaning: Semantics,
 ) -> list[TokenSequence]:
     """Generate one sequence at a time, so that no finished sequence runs on as padding."""
     wanted, of_model = job.sampling, model.generation_config
@@ -119,6 +132,6 @@ def _generate(
         output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         sequence.tokens = output.sequences[0].tolist()
         logits = torch.cat(output.logits)
-        sequence.logprobs = token_logprobs(logits, sequence.tokens, start=sequence.prompt_len - 1)
+        sequence.logprobs = token_logprobs(logits, sequence.tokens, sequence.prompt_len - 1, meaning)
         observer("generating", number + 1, len(sequences))
     return sequences

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,20 @@ import numpy as np
 from probe.checkpoint import Checkpoint
 from probe.errors import CaptureError, EngineError, ProbeError
 from probe.hooks.device import pick_device
-from probe.hooks.runners.job import DumpJob, Observer, TokenSequence, positions_needed, step_folder
+from probe.hooks.runners.job import (
+    ENGINES,
+    RAW,
+    DumpJob,
+    Observer,
+    TokenSequence,
+    positions_needed,
+    rescores_processed,
+    step_folder,
+)
+from probe.hooks.runners.tokens import recompute_logprobs
 from probe.manifest import environment
+from probe.sampling import Semantics, engine_semantics
+from probe.store.reader import open_files
 
 log = logging.getLogger("probe")
 
@@ -84,7 +97,26 @@ def _run(
     outputs = _generate(llm, job, sequences, observer)
     stopped = [json.loads(r) for r in llm.collective_rpc("probe_stop")]
     _check_capture(started, stopped)
-    return [_result(job, sequence, output) for sequence, output in zip(sequences, outputs)]
+    results = [_result(job, sequence, output) for sequence, output in zip(sequences, outputs)]
+    if rescores_processed(job):
+        _process(step_folder(job), results, engine_semantics(manifest))
+    return results
+
+
+def _process(folder: Path, done: list[TokenSequence], meaning: Semantics) -> None:
+    """Give sequences the processed log-probs of the logits that were stored: vLLM processes only what it draws from."""
+    import torch
+
+    from probe.hooks.runners.inprocess import processed_scores
+
+    def score(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        values = torch.from_numpy(logits.astype(np.float32))
+        return np.asarray(processed_scores(values, torch.from_numpy(tokens), meaning).double().numpy())
+
+    with open_files(folder, sorted(folder.glob("*.h5"))) as dump:
+        scored = recompute_logprobs(dump, ENGINES["vllm"].logits, done, score)
+    for sequence in done:
+        sequence.logprobs = scored[sequence.uid]
 
 
 def _shut_down(llm: Any) -> None:
@@ -135,7 +167,7 @@ def llm_arguments(job: DumpJob, sequences: list[TokenSequence], dtype: str) -> d
         "max_model_len": positions_needed(job, sequences),
         "max_num_seqs": max(8, min(64, len(sequences))),
         "seed": job.sampling.seed,
-        "logprobs_mode": job.sampling.logprobs_mode,
+        "logprobs_mode": RAW if job.source is not None else job.sampling.logprobs_mode,
         "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": not any(job.model.glob("tokenizer*")),
         "disable_log_stats": True,
@@ -263,12 +295,16 @@ def _check_capture(started: list[dict[str, Any]], stopped: list[dict[str, Any]])
 
 
 def _result(job: DumpJob, sequence: TokenSequence, output: Any) -> TokenSequence:
-    """Return the sequence with what vLLM generated and the log-prob it gave each token."""
+    """Return the sequence with what vLLM generated and the log-prob it gave each token.
+
+    Those of a prompt are raw whatever the mode: beside processed ones they would be of another distribution.
+    """
     generated = list(output.outputs[0].token_ids)
     rescored = job.source is not None
     tokens = list(sequence.tokens) if rescored else sequence.tokens + generated
     logprobs = np.full(len(tokens), np.nan)
-    for position, entry in enumerate(output.prompt_logprobs or []):
+    of_prompt = output.prompt_logprobs if job.sampling.logprobs_mode == RAW else None
+    for position, entry in enumerate(of_prompt or []):
         if entry is not None:
             logprobs[position] = entry[tokens[position]].logprob
     if not rescored or job.force_decode:

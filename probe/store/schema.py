@@ -110,6 +110,12 @@ FOREIGN = -2
 """``sequence`` of a row of the token that global rank 0 gave to an expert elsewhere, -3 of rank 1 and so on down;
 ``position`` is then the token's number in that rank's :data:`CELLS` of the same call."""
 
+RL = "rl"
+"""The module whose tensors, float [rows], are what a trainer knows of each response token, one slot per column."""
+RL_COLUMNS = ("advantages", "returns", "values", "old_values", "ref_log_probs", "new_log_probs")
+"""Slots of :data:`RL`: critic, reference model, and the actor's log-prob after an update. A row's (sequence, position)
+is the token that the value is of, not the row that scores it."""
+
 _segment_keys = itertools.count()
 
 

@@ -1,0 +1,105 @@
+"""``probe tokens``: compare log-probs alone, from dumps or files, and say what they do to the PPO update. No torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from probe.cli import common
+from probe.cli.forms import choose_forms, report_options
+from probe.errors import UsageError
+
+source_group = common.option("Sources")
+update_group = common.option("PPO update")
+grid_group = common.option("Grid")
+
+UPDATE = ("clip_epsilon", "kl_coef", "cliprange_value", "vf_coef", "early_stop_kl", "accumulation_steps")
+"""Options that are the fields of probe.compare.ppo.PPOConfig, which holds their defaults and checks them."""
+REPEATED = ("ppo", *UPDATE, "temperature", "top_p", "trust", "samples", "positions", "tokenizer")
+"""Options that a command to run next repeats where they were given."""
+
+
+@click.command(
+    cls=common.Command,
+    examples="""
+    probe tokens d/rollout d/actor
+    probe tokens rollout.npz actor.npz --report html
+    probe tokens batch.parquet --ppo batch.parquet --clip-epsilon 0.2
+    probe tokens prob_diffs/ --json | jq '.tokens.by_step[].mean_prob_diff'
+    """,
+)
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source2", required=False, type=click.Path(path_type=Path))
+@report_options
+@source_group(
+    "--temperature", metavar="X", type=float, help="Temperature that the rollout's log-probs of files are declared at."
+)
+@source_group("--top-p", metavar="X", type=float, help="Top-p that they are renormalised over.")
+@source_group(
+    "--tokenizer",
+    metavar="PATH",
+    type=click.Path(path_type=Path),
+    help="tokenizer.json, or a folder with one: spells the ids of files out.",
+)
+@source_group("--trust", is_flag=True, help="Unpickle verl's gen_batch.dp: that can run any code that is in the file.")
+@update_group(
+    "--ppo",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="File or dump with advantages, and values, returns, reference log-probs where there are any.",
+)
+@update_group("--clip-epsilon", metavar="X", type=float, help="The ratio is clipped to 1 -+ X.  [default: 0.2]")
+@update_group("--kl-coef", metavar="X", type=float, help="Weight of the reference KL.  [default: 0.02]")
+@update_group("--cliprange-value", metavar="X", type=float, help="How far a value may move.  [default: 0.2]")
+@update_group("--vf-coef", metavar="X", type=float, help="Weight of the value loss.  [default: 0.5]")
+@update_group("--early-stop-kl", metavar="X", type=float, help="A KL above it stops the update.  [default: 0.25]")
+@update_group("--accumulation-steps", metavar="N", type=int, help="Micro-batches of one update.  [default: 1]")
+@grid_group("--samples", metavar="N", type=click.IntRange(1, 64), help="Rows of the grid.  [default: 8]")
+@grid_group("--positions", metavar="N", type=click.IntRange(1, 64), help="Columns of the grid.  [default: 10]")
+@click.pass_context
+def tokens(
+    context: click.Context,
+    source: Path,
+    source2: Path | None,
+    forms: str | None,
+    output: Path | None,
+    as_json: bool,
+    no_text: bool,
+    force: bool,
+    **options: Any,
+) -> None:
+    """Compare log-probs token by token, and what they do to a PPO update.
+
+    SOURCE is a dump, a folder of verl's per-token monitor (prob_diff_step_N.npy), or an npz, parquet or jsonl file with
+    log-probs of both sides. With SOURCE2 the first is the rollout's, the second the actor's. Exit status: 0 consistent,
+    1 suspect or divergent, 2 incomparable or trouble.
+    """
+    from probe.compare.ppo import PPOConfig
+    from probe.compare.report.tokens import TOKEN_FORMS
+    from probe.compare.run import exit_status
+    from probe.compare.tokens.run import compare_token_sources
+
+    wanted = choose_forms(TOKEN_FORMS, forms, output, as_json, no_text, force)
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    words = repeated(given)
+    config = PPOConfig(**{name: given.pop(name) for name in UPDATE if name in given})
+    paths = [path for path in (source, source2) if path is not None]
+    if len(paths) == 2 and paths[0].absolute() == paths[1].absolute():
+        raise UsageError(f"{paths[0]} is given twice", "give it once where it holds both sides")
+    report = compare_token_sources(paths, config=config, text=not no_text, words=words, **given)
+    wanted.give(report)
+    context.exit(exit_status(report))
+
+
+def repeated(given: Mapping[str, Any]) -> str:
+    """Return the options that were given as a command line repeats them."""
+    words = []
+    for name in REPEATED:
+        if name in given:
+            value = given[name]
+            words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}"))
+    return " ".join(words)

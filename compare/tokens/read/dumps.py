@@ -1,0 +1,164 @@
+"""Dumps as a source of log-probs: two of them, one against its own logits, or one beside a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from probe.compare.align import RowAligner, pack, read_table
+from probe.compare.diagnose.action import loose_ranges
+from probe.compare.logprobs import complete_logprobs
+from probe.compare.names.canonical import LOGITS
+from probe.compare.sampling_fits import ROWS, rows_of
+from probe.compare.sequences import join_sequences
+from probe.compare.side import Side, read_side, read_sides
+from probe.compare.tokens.batch import TokenBatch, batch_of_dumps, origin_of
+from probe.compare.tokens.meaning import SOURCES
+from probe.compare.tokens.read.assemble import Reading, assemble
+from probe.compare.tokens.read.pair import pair_with_itself
+from probe.compare.tokens.read.table import Table
+from probe.compare.tokens.rl import read_rl
+from probe.compare.tokens.text import Decoder, load_decoder
+from probe.compare.trajectories import name_of
+from probe.errors import CompareError
+from probe.store.reader import Dump, open_dump
+
+NO_LOGPROBS = "no log-prob of a response token"
+FIX = "dump a stage with log-probs, or with its logits, to compute them from"
+
+
+def read_dumps(paths: tuple[Path, ...]) -> tuple[TokenBatch, Decoder | None]:
+    """Return the tokens of two dumps (rollout, actor), or of one: its engine's log-probs against its own logits'.
+
+    The batch has logits of some tokens where a side stored them. Raises DumpError for a dump that cannot be read,
+    CompareError for dumps without log-probs or without a sequence in common.
+    """
+    with ExitStack() as stack:
+        dumps = [stack.enter_context(open_dump(path)) for path in paths]
+        sides = read_sides(dumps[0], dumps[1]) if len(dumps) == 2 else (read_side(dumps[0]),)
+        for side in sides:
+            complete_logprobs(side)
+        batch, numbers = _two(*sides) if len(sides) == 2 else _one(sides[0])
+        batch.loose = loose_ranges(sides[0], sides[-1])
+        for dump in dumps:
+            if dump.unread:
+                folders = ", ".join(folder.name for folder in dump.unread)
+                batch.notes.append(f"{dump.path} also holds {folders}: name a step's folder to compare it")
+        _add_rows(batch, sides, numbers)
+        return batch, load_decoder(*dumps)
+
+
+def _two(a: Side, b: Side) -> tuple[TokenBatch, tuple[np.ndarray, ...]]:
+    """Return the batch of two dumps, and for each side the dump's number of each sequence of the batch."""
+    join = join_sequences(a.dump, b.dump)
+    if not join.pairs:
+        raise CompareError(
+            f"{a.dump.path} and {b.dump.path} have no sequence in common", "dump the same tokens: probe dump --from"
+        )
+    aligner = RowAligner(join, a.dump.sequences, b.dump.sequences)
+    batch = batch_of_dumps(a.dump, b.dump, aligner)
+    if batch is None:
+        raise CompareError(f"{a.dump.path} or {b.dump.path} holds {NO_LOGPROBS}", FIX)
+    alone = len(join.only_a), len(join.only_b)
+    for dump, count in zip((a.dump, b.dump), alone):
+        if count:
+            batch.notes.append(f"{count} of {len(dump.sequences)} sequences of {dump.path} have no partner: left out")
+    return batch, (np.array([p.a for p in join.pairs]), np.array([p.b for p in join.pairs]))
+
+
+def _one(side: Side) -> tuple[TokenBatch, tuple[np.ndarray, ...]]:
+    """Return the batch of one dump: a is what the engine returned, b what its logits say."""
+    table = table_of_dump(side.dump)
+    known = {name: bool((table.mask & np.isfinite(table.cells[name])).any()) for name in SOURCES}
+    if not all(known.values()):
+        held = "only " + next(name for name, any_ in known.items() if any_) if any(known.values()) else "neither"
+        raise CompareError(
+            f"{side.dump.path} holds {held} of its engine's log-probs and those of its logits",
+            "give a second source to compare with",
+        )
+    table.mask = table.mask & ~np.isnan(table.cells["engine"]) & ~np.isnan(table.cells["recomputed"])
+    table.origins["recomputed"] = replace(table.origins["recomputed"], set_aside=None)  # here they are what is compared
+    batch = assemble(Reading(table, "engine"), Reading(table, "recomputed"), pair_with_itself(table))
+    return batch, (np.arange(len(table)),)
+
+
+# -- a dump as a table ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def dump_table(path: Path) -> Iterator[tuple[Table, Decoder | None]]:
+    """Open a dump as a table whose ``log_probs`` are its engine's, or those of its logits where it has none."""
+    with open_dump(path) as dump:
+        complete_logprobs(read_side(dump))
+        table = table_of_dump(dump)
+        source = next((name for name in SOURCES if np.isfinite(table.cells[name][table.mask]).any()), None)
+        if source is not None:
+            table.cells["log_probs"], table.names["log_probs"] = table.cells[source], source
+            table.origins["log_probs"] = table.origins[source]
+            table.mask = table.mask & ~np.isnan(table.cells[source])
+        yield table, load_decoder(dump)
+
+
+def table_of_dump(dump: Dump) -> Table:
+    """Return a dump's tokens after each prompt as cells; ``engine`` and ``recomputed`` are NaN where unknown."""
+    tokens = dump.tokens
+    prompt = np.array([sequence.prompt_len for sequence in dump.sequences], np.int64)
+    kept = tokens[tokens["position"] >= prompt[tokens["sequence"]]] if len(tokens) else tokens
+    table = Table(
+        path=dump.path,
+        kind="dump",
+        width=np.bincount(kept["sequence"], minlength=len(prompt)).astype(np.int64),
+        cells={name: kept[column] for name, column in SOURCES.items()},
+        names={name: name for name in SOURCES},
+        mask=kept["response"].astype(bool),
+        masked_by="response",
+        token=kept["token"].astype(np.int64),
+        prompts=[sequence.tokens[: sequence.prompt_len] for sequence in dump.sequences],
+        whole=True,
+        uid=[name_of(sequence) for sequence in dump.sequences],
+        sample=np.array([sequence.sample for sequence in dump.sequences], np.int64),
+        origins={name: origin_of(dump, name) for name in SOURCES},
+    )
+    keys = pack(kept["sequence"], kept["position"])
+    for column, (sequence, position, values) in read_rl(dump).items():
+        table.cells[column] = np.full(len(kept), np.nan)
+        known = np.isin(pack(sequence, position), keys)
+        table.cells[column][np.searchsorted(keys, pack(sequence, position)[known])] = values[known]
+    return table
+
+
+# -- logits -----------------------------------------------------------------------------------------------------------
+
+
+def _add_rows(batch: TokenBatch, sides: tuple[Side, ...], numbers: tuple[np.ndarray, ...]) -> None:
+    """Add stored logits of some tokens: of a side whose log-probs are its engine's, else of one that computed them."""
+    if batch.a is None or batch.b is None or not len(batch):
+        return
+    order = sorted(range(len(sides)), key=lambda side: batch.origins[side].key != "engine")
+    picked = np.unique(np.linspace(0, len(batch) - 1, min(ROWS, len(batch))).astype(np.int64))
+    for number in order:
+        side = sides[number]
+        source = side.resolution.sources.get(LOGITS)
+        if source is None:
+            continue
+        key = side.natives[source.native[0]]
+        table = read_table(side.dump.rows(*key))
+        owner = batch.sequence[picked]
+        wanted = pack(numbers[number][owner], batch.start[owner] + batch.position[picked] - 1)
+        known = np.isin(wanted, table.cells)
+        if not known.any():
+            continue
+        rows = table.last[np.searchsorted(table.cells, wanted[known])]
+        parts = [part.reshape(len(rows), -1) for part in side.dump.read_shards(*key, rows)]
+        logits = np.concatenate(parts, axis=1)[:, : side.shape.vocab or None]
+        at, scores = picked[known], (batch.a, batch.b)[number]
+        inside = (batch.token[at] < logits.shape[1]) & np.isfinite(logits).all(axis=1)
+        if inside.any():
+            batch.rows_of, batch.rows_at = "ab"[number], at[inside]
+            dtype = side.dump.tensors[key].dtype
+            batch.rows = rows_of(logits[inside], batch.token[at[inside]], scores[at[inside]], dtype)
+            return
