@@ -151,10 +151,11 @@ def impossible(table: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "verdict"), [(exchange, "suspect"), (one_off, "divergent"), (impossible, "suspect")]
+    ("change", "verdict"), [(exchange, "suspect"), (one_off, "divergent"), (impossible, "divergent")]
 )
 def test_log_probs_that_agreeing_logits_do_not_account_for_are_no_noise(tmp_path, change, verdict):
-    """One log-prob that is not its own side's recomputed one fails the sampling gate; else the verdict is in doubt."""
+    """One log-prob that is not its own side's recomputed one, or not finite, fails the sampling gate; else the verdict
+    is in doubt."""
     a, b = write_dump(tmp_path / "a", Scenario()), write_dump(tmp_path / "b", actor(engine_logprobs=True))
     edit(b, "tokens", change)
     report = compare_dumps(a, b)
