@@ -24,7 +24,7 @@ report_group = common.option("Report")
 
 
 def report_options(command: common.Decorated) -> common.Decorated:
-    """Add the options about a report to a command; their values are the fields of :class:`Wanted`."""
+    """Add the options about a report to a command; their values are the arguments of :func:`choose_forms`."""
     options: tuple[Callable[[Any], Any], ...] = (
         report_group(
             "--report",
@@ -51,7 +51,10 @@ def report_options(command: common.Decorated) -> common.Decorated:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a user wants of a report: the names of its ``forms``, all in ``table``, and where they go."""
+    """What a user wants of a report: the names of its ``forms``, all in ``table``, and the ``folder`` of their files.
+
+    ``as_json``: print the report as JSON and nothing else; ``text``: show the text of tokens.
+    """
 
     forms: list[str]
     folder: Path

@@ -28,17 +28,15 @@ REPEATED = ("ppo", *UPDATE, "temperature", "top_p", "trust", "samples", "positio
     examples="""
     probe tokens d/rollout d/actor
     probe tokens rollout.npz actor.npz --report html
-    probe tokens batch.parquet --ppo batch.parquet --clip-epsilon 0.2
-    probe tokens prob_diffs/ --json | jq '.tokens.by_step[].mean_prob_diff'
+    probe tokens rollout.npz actor.npz --ppo advantages.npz --clip-epsilon 0.2
+    probe tokens prob_diff/ --json | jq '.tokens.by_step[].mean_prob_diff'
     """,
 )
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("source2", required=False, type=click.Path(path_type=Path))
 @report_options
-@source_group(
-    "--temperature", metavar="X", type=float, help="Temperature that the rollout's log-probs of files are declared at."
-)
-@source_group("--top-p", metavar="X", type=float, help="Top-p that they are renormalised over.")
+@source_group("--temperature", metavar="X", type=float, help="Temperature that the rollout of files sampled with.")
+@source_group("--top-p", metavar="X", type=float, help="Top-p that it sampled with.")
 @source_group(
     "--tokenizer",
     metavar="PATH",
@@ -50,7 +48,7 @@ REPEATED = ("ppo", *UPDATE, "temperature", "top_p", "trust", "samples", "positio
     "--ppo",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="File or dump with advantages, and values, returns, reference log-probs where there are any.",
+    help="File or dump with advantages, values, returns, reference log-probs where the sources do not hold them.",
 )
 @update_group("--clip-epsilon", metavar="X", type=float, help="The ratio is clipped to 1 -+ X.  [default: 0.2]")
 @update_group("--kl-coef", metavar="X", type=float, help="Weight of the reference KL.  [default: 0.02]")

@@ -24,7 +24,7 @@ grow without end (dual clip, https://arxiv.org/abs/1912.09729)."""
 
 @dataclass(frozen=True)
 class PPOConfig:
-    """The numbers of an update; the defaults are those of MiniMind's train_ppo.py (argparse, main branch, August 2026).
+    """The numbers of an update; the defaults are those of MiniMind's argument parser (train_ppo.py, commit d65ef2c).
 
     ``clip_epsilon``: the ratio is clipped to 1 - eps ... 1 + eps; ``kl_coef``: weight of the reference KL;
     ``cliprange_value``: how far a value may move from its old one; ``vf_coef``: weight of the value loss;
@@ -165,19 +165,19 @@ def ppo_update(
     log_ratio = new - old
     with np.errstate(over="ignore"):
         ratio, approx_kl = np.exp(log_ratio), kl_terms(old, new)["k2"]
-    outside = np.abs(ratio - 1) > config.clip_epsilon
+    outside, mean_kl = np.abs(ratio - 1) > config.clip_epsilon, masked_mean(approx_kl, inside)
     advantage = None if advantages is None else _kept(advantages, inside)
     policy = None if advantage is None else policy_term(log_ratio, advantage, config.clip_epsilon)
     penalty = None if reference is None else reference_term(new, _kept(reference, inside))
     before, after, target = (None if x is None else _kept(x, inside_value) for x in (old_values, values, returns))
     value = _value_term(after, before, target, config.cliprange_value)
     scalars: dict[str, float | bool | None] = dict.fromkeys(SCALARS) | {
-        "approx_kl": masked_mean(approx_kl, inside),
+        "approx_kl": mean_kl,
         "ppo_kl_verl": masked_mean(np.clip(-log_ratio, -VERL_LOG_RATIO, VERL_LOG_RATIO), inside),
         "clipfrac": masked_mean(outside, inside),
         "value_clipfrac_verl": None if value is None else masked_mean(value.clipped, inside_value),
     }
-    stop = masked_mean(approx_kl, inside) > config.early_stop_kl
+    stop = mean_kl > config.early_stop_kl
     scale = 0.0 if stop else 1 / config.accumulation_steps
     weights = {"policy_clip_loss": 1.0, "kl_ref_penalty": config.kl_coef, "value_loss": config.vf_coef}
     parts = [_Part(*part) for part in zip((policy, penalty, value), (inside, inside, inside_value), weights.values())]

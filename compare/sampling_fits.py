@@ -116,6 +116,11 @@ def logit_rows(side: Side, sequence: np.ndarray, position: np.ndarray, logprobs:
     return rows_of(np.stack([found[cell] for cell in cells]), ids, values, side.dump.tensors[key].dtype)
 
 
+def some_of(count: int) -> np.ndarray:
+    """Return ROWS of the numbers below ``count`` at most, evenly spread, int64, rising."""
+    return np.unique(np.linspace(0, count - 1, min(ROWS, count)).astype(np.int64))
+
+
 def rows_of(logits: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, dtype: str) -> Rows:
     """Return rows of logits [n, vocab] that score tokens int64 [n], with log-probs [n] of them, stored in ``dtype``."""
     logits, logprobs = logits.astype(np.float64), logprobs.astype(np.float64)

@@ -15,8 +15,6 @@ from probe.compare.sampling_fits import (
     FEW,
     SHIFT_NATS,
     SHIFT_SHARE,
-    Rows,
-    bare_factor,
     explain,
     logit_rows,
     one_signed,
@@ -29,12 +27,12 @@ from probe.compare.tokens.batch import infinite_tokens, not_finite_findings, ori
 from probe.compare.tokens.declared import SUBJECT, declared_apart, held_against, in_words, misdeclared, unfit_for_ratio
 from probe.compare.tokens.join import JoinedTokens, join_tokens
 from probe.compare.tokens.meaning import SOURCES, Sources, choose_sources
+from probe.compare.tokens.semantics import OTHER, multiple_finding, zero_filled_finding
 from probe.sampling import Semantics, drawn_from, engine_semantics
 from probe.store.reader import Dump
 
 OTHER_DISTRIBUTION = ("temperature-semantics", "renormalised-top-p")
 """Causes that leave the logits comparable and a PPO ratio of the two sides' log-probs wrong: suspect, not divergent."""
-OTHER = {"a": "b", "b": "a"}
 
 
 def sampling_gate(a: Side, b: Side, join: SequenceJoin) -> Gate:
@@ -147,19 +145,15 @@ def _zeros(a: Side, b: Side, join: SequenceJoin) -> Iterator[GateFinding]:
         values, own = table[SOURCES["engine"]], table[SOURCES["recomputed"]]
         reference = np.where(np.isfinite(own), own, _others(other.dump, table, paired))
         zero = zero_filled(values, reference)
-        labels, sequences, worst = sequence_labels(side.dump.sequences), 0, ""
+        labels, sequences, first = sequence_labels(side.dump.sequences), 0, ""
         for number in np.unique(table["sequence"][zero]).tolist():
             mine = table["sequence"] == number
             known = bool(np.isfinite(reference[mine & zero]).any())
             if zero[mine].sum() >= FEW // 2 and (known or zero[mine].all()):
                 sequences += 1
-                worst = worst or labels[number]
+                first = first or labels[number]
         if sequences:
-            count = int(zero.sum())
-            text = f"{counted(count, 'log-prob')} of {name} in {counted(sequences, 'sequence')} are exactly zero"
-            text = f"{text} (first {worst})"
-            figures: dict[str, float | int | str] = {"tokens": count, "sequences": sequences, "first": worst}
-            yield GateFinding("zero-filled-logprobs", SUBJECT, name, f"{text}: never filled in", figures)
+            yield zero_filled_finding(name, int(zero.sum()), sequences, first)
 
 
 def _others(dump: Dump, table: np.ndarray, paired: dict[int, int]) -> np.ndarray:
@@ -191,7 +185,7 @@ def _between(sides: dict[str, Side], sources: Sources, tokens: JoinedTokens) -> 
     if doubted:
         yield from _against_other_logits(doubted, sides, tokens)
     else:
-        yield from _without_logits(sides, tokens, apart)
+        yield from _without_logits(sides, tokens)
 
 
 def _is_own(dump: Dump, source: str) -> bool:
@@ -207,9 +201,8 @@ def _is_own(dump: Dump, source: str) -> bool:
 def _against_other_logits(name: str, sides: dict[str, Side], tokens: JoinedTokens) -> Iterator[GateFinding]:
     """Yield what a side's log-probs are, given the other side's logits; only what clearly explains the difference."""
     values, other = (tokens.a, tokens.b) if name == "a" else (tokens.b, tokens.a)
-    giver = sides[OTHER[name]]
-    numbers = {cell: float(value) for cell, value in zip(zip(tokens.pair.tolist(), tokens.position.tolist()), values)}
-    rows = _joined_rows(giver, OTHER[name], tokens, numbers)
+    owner = tokens.owners[1 if name == "a" else 0]
+    rows = logit_rows(sides[OTHER[name]], owner, tokens.position, values)
     if rows is None:
         return
     declared = engine_semantics(sides[name].dump.manifest)
@@ -219,19 +212,11 @@ def _against_other_logits(name: str, sides: dict[str, Side], tokens: JoinedToken
         yield from misdeclared(name, fit, declared, apart, f" of {OTHER[name]}")
 
 
-def _joined_rows(giver: Side, name: str, tokens: JoinedTokens, values: dict[tuple[int, int], float]) -> Rows | None:
-    """Return the giver's logits of joined tokens with the other side's log-probs of them."""
-    owner = tokens.owners[0 if name == "a" else 1]
-    joined = np.array([values[cell] for cell in zip(tokens.pair.tolist(), tokens.position.tolist())])
-    return logit_rows(giver, owner, tokens.position, joined)
-
-
-def _without_logits(sides: dict[str, Side], tokens: JoinedTokens, apart: float) -> Iterator[GateFinding]:
+def _without_logits(sides: dict[str, Side], tokens: JoinedTokens) -> Iterator[GateFinding]:
     """Yield what two columns of log-probs alone show: one is a multiple of the other, or larger throughout."""
-    factor = bare_factor(tokens.a, tokens.b)
-    if factor is not None and float(np.abs(tokens.a - factor * tokens.b).mean()) < SHIFT_SHARE * apart:
-        text = f"the log-probs of a are {factor:.4g} times those of b: one side's were divided by a temperature"
-        yield GateFinding("temperature-semantics", SUBJECT, "unknown", text, {"factor": factor, "nats": apart})
+    multiple = multiple_finding(tokens.a, tokens.b)
+    if multiple is not None:
+        yield multiple
         return
     mean = one_signed(tokens.a, tokens.b, SHIFT_NATS / 10)
     name = "a" if mean > 0 else "b"

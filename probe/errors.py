@@ -22,6 +22,11 @@ class ProbeError(Exception):
         super().__init__(f"{self.problem}: {self.fix}." if self.fix else f"{self.problem}.")
 
 
+def first_line(error: BaseException) -> str:
+    """Return what a foreign error says in one line, its class where it says nothing: a reason within a sentence."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class UsageError(ProbeError):
     """An option or argument that cannot work."""
 

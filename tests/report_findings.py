@@ -65,7 +65,7 @@ def _replay_side(rng: random.Random, broken: bool) -> dict[str, Any]:
         "verdict": "broken" if broken else "fine", "rows": 242, "error": error, "band": 4.5,
         "worst_row": error * 3, "row_band": 15.0, "row": {"sequence": "p0.s0", "position": 3},
         "worst_column": error * 2, "column_band": 9.0, "column": 5, "excess": error / 4.5,
-        "explanations": [best] if broken else [], "reason": "",
+        "explanations": [best] if broken else [], "reason": "", "toward_zero": False,
     }  # fmt: skip
 
 

@@ -233,6 +233,12 @@ def test_the_step_0_check_of_actor_against_reference() -> None:
     assert section["scalars"]["kl_ref_penalty"] == pytest.approx((math.exp(-0.25) + 0.25 - 1) / 2)
 
 
+def test_the_step_0_check_leaves_out_tokens_that_lack_a_number() -> None:
+    reference = [-1.5, math.inf, math.nan]
+    section = ppo_section(batch_of([-1.0] * 3, [-1.0] * 3, ref_log_probs=reference), CONFIG, None)
+    assert section["scalars"]["ref_max_abs_diff"] == pytest.approx(0.5)
+
+
 def test_an_early_stop_that_only_the_mismatch_causes_is_said() -> None:
     a, b = np.full(3, -2.0), np.full(3, -1.0)
     section = ppo_section(batch_of(a, b, advantages=np.ones(3)), CONFIG, None)

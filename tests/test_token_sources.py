@@ -525,6 +525,15 @@ def test_columns_without_identities_join_by_order_where_they_cover_the_tokens(tm
             read_columns(arrays(tmp_path / "q.npz", advantages=bad), read(path))
 
 
+def test_columns_join_by_uid_whatever_the_uids_look_like(tmp_path: Path) -> None:
+    sides = {"rollout_log_probs": [-1.0], "old_log_probs": [-1.0]}
+    for name, uids in (("plain", ("x", "y")), ("like numbers of rows", ("s0", "s1"))):
+        batch = read(write_jsonl(tmp_path / name, [{"uid": uid, **sides} for uid in uids]))
+        other_order = [{"uid": uid, "advantages": [float(at)]} for at, uid in reversed([*enumerate(uids)])]
+        read_columns(write_jsonl(tmp_path / f"{name} ppo", other_order), batch)
+        assert batch.columns["advantages"].tolist() == [0.0, 1.0], name
+
+
 def test_tokens_that_the_columns_lack_are_nan(tmp_path: Path) -> None:
     batch = read(
         write_jsonl(tmp_path / "x", [{"uid": u, "rollout_log_probs": [-1], "old_log_probs": [-1]} for u in "xy"])

@@ -54,7 +54,7 @@ HEALTHY: dict[str, Healthy] = {
         0.97, math.inf, "0.9996 between two prefills, 0.977 between decode and prefill, 0.13 with wrong inputs"
     ),
 }
-"""Token figures that decide between continuing and correcting (docs/diagnosis.md lists them with their formulas)."""
+"""Token figures that decide between continuing and correcting (docs/tokens.md has formulas and sources)."""
 
 
 def recommend(evidence: Evidence) -> dict[str, Any]:

@@ -9,10 +9,9 @@ from probe.compare.locate.growth import growth
 from probe.compare.locate.heat import heat_map
 from probe.compare.locate.own import own_errors
 from probe.compare.locate.rows import RowReader, replayed_pattern, row_pattern
+from probe.compare.locate.token_layers import FLAGGED
 from probe.compare.locate.tokens import outlier_tokens
 from probe.compare.measure import Measured
-
-FLAGGED = ("divergent", "suspect")
 
 
 def locate(evidence: Evidence) -> Located:

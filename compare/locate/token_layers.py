@@ -20,9 +20,10 @@ from probe.compare.names.canonical import LOGITS, is_routing
 from probe.compare.tokens.batch import TokenBatch
 from probe.compare.tokens.explained import explained_by_logits
 from probe.compare.tokens.groups import largest
-from probe.compare.tokens.meaning import Semantics
+from probe.sampling import Semantics
 
 FLAGGED = ("divergent", "suspect")
+"""Verdicts of a tensor that something is wrong with."""
 
 LAYER, LOG_PROB, NOISE, UNKNOWN = "layer", "log-prob", "noise", "unknown"
 """Where the difference of a token lies: in the tensor ``first_layer`` and after; in how its log-prob is taken, as the

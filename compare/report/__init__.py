@@ -7,7 +7,6 @@ must not import the standard library's modules of those names.
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from probe.compare.report.model import Report, clean_floats, without_text
 from probe.errors import UsageError
+from probe.files import replace_all
 
 __all__ = ["FORMS", "Form", "check_forms", "write_report"]
 
@@ -76,21 +76,9 @@ def write_report(
     paths = {form: out_dir / str(form.file_name) for form in chosen}
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        _replace_all({paths[form]: content for form, content in contents.items()})
+        replace_all({paths[form]: content for form, content in contents.items()})
     except OSError as error:
         raise UsageError(
             f"cannot write the report to {out_dir} ({error.strerror or error})", "choose another folder with -o"
         ) from error
     return {form.name: path for form, path in paths.items()}
-
-
-def _replace_all(contents: dict[Path, bytes]) -> None:
-    temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in contents}
-    try:
-        for path, content in contents.items():
-            temporary[path].write_bytes(content)
-        for path in contents:
-            temporary[path].replace(path)
-    finally:
-        for path in temporary.values():
-            path.unlink(missing_ok=True)

@@ -45,7 +45,8 @@ class Origin:
 class NotFinite:
     """Tokens inside the mask whose log-prob is NaN or infinite on one ``side``: they are in no figure.
 
-    ``kind``: ``nan``, ``+inf`` or ``-inf``; ``sequence`` (label) and ``position`` of the first of ``count``.
+    ``side``: ``a``, ``b``, or ``unknown`` where a monitor stored differences; ``kind``: ``nan``, ``+inf`` or ``-inf``;
+    ``sequence`` (label) and ``position`` (in the response) of the first of ``count``.
     """
 
     side: str
@@ -53,6 +54,20 @@ class NotFinite:
     count: int
     sequence: str
     position: int
+
+    @property
+    def subject(self) -> str:
+        """Return what they are, counted: ``2 log-probs of a``."""
+        return (
+            counted(self.count, "value")
+            if self.side == "unknown"
+            else f"{counted(self.count, 'log-prob')} of {self.side}"
+        )
+
+    @property
+    def first(self) -> str:
+        """Return where the first one is."""
+        return f"first at position {self.position} of the response of {self.sequence}"
 
 
 NOT_FINITE: dict[str, Callable[[np.ndarray], np.ndarray]] = {"nan": np.isnan, "+inf": np.isposinf, "-inf": np.isneginf}
@@ -74,20 +89,14 @@ def not_finite_findings(entries: Iterable[NotFinite]) -> list[GateFinding]:
     """Return a finding per kind of log-prob that is not finite: a token that was sampled has a finite one."""
     found = []
     for entry in entries:
-        side = entry.side if entry.side in ("a", "b") else "unknown"
-        subject = (
-            f"{counted(entry.count, 'log-prob')} of {side}" if side != "unknown" else counted(entry.count, "value")
-        )
-        text = (
-            f"{subject} inside the mask {'is' if entry.count == 1 else 'are'} {entry.kind} (first at position "
-            f"{entry.position} of the response of {entry.sequence}), and in no figure"
-        )
+        are = "is" if entry.count == 1 else "are"
+        text = f"{entry.subject} inside the mask {are} {entry.kind} ({entry.first}), and in no figure"
         figures: dict[str, float | int | str] = {
             "tokens": entry.count,
             "first": entry.sequence,
             "position": entry.position,
         }
-        found.append(GateFinding("nan" if entry.kind == "nan" else "inf", "log-probs", side, text, figures))
+        found.append(GateFinding("nan" if entry.kind == "nan" else "inf", "log-probs", entry.side, text, figures))
     return found
 
 
@@ -99,13 +108,16 @@ class TokenBatch:
     ``token`` int64 [N] is the id, -1 where unknown; ``a`` (rollout) and ``b`` (actor) float64 [N] are log-probs, all
     finite, both None where a monitor stored only their ``prob_diff`` |exp(a) - exp(b)|, float64 [N].
 
-    Of the sequences: ``labels`` [S]; ``step`` int64 [S], -1 where unknown; ``start`` int64 [S] is the length of the
-    prompt, 0 where unknown; ``valid`` int64 [S] counts the tokens inside the mask, finite or not; ``ids`` are all known
-    token ids of each, the prompt's first, empty where unknown. ``width`` is the length of the longest response, padding
-    included. ``columns`` (names: COLUMNS) float64 [N] are NaN where unknown. ``rows`` are logits of some of the tokens,
-    of side ``rows_of``, and ``rows_at`` int64 says which. ``lone`` counts for each side tokens of which only it has a
-    log-prob, ``lone_last`` the sequences whose last token inside either mask is one of these. ``loose``: a side is a
-    mixture of experts or quantised, so that the looser ends of healthy ranges hold (compare/diagnose/action.py).
+    Of the sequences: ``labels`` [S] (``named``: they are the uids of a file); ``step`` int64 [S], -1 where unknown;
+    ``start`` int64 [S] is the length of the prompt, 0 where unknown; ``valid`` int64 [S] counts the tokens inside the
+    mask, finite or not; ``ids`` are all known token ids of each, the prompt's first, empty where unknown. ``width`` is
+    the length of the longest response, padding included.
+
+    ``columns`` (names: COLUMNS) float64 [N] are NaN where unknown. ``rows`` are logits of some of the tokens, of side
+    ``rows_of``, and ``rows_at`` int64 says which. ``lone`` counts for each side tokens of which only it has a log-prob,
+    ``lone_last`` the sequences whose last token inside either mask is one of these. ``loose``: a side is a mixture of
+    experts or quantised, so that the looser ends of healthy ranges hold (compare/diagnose/action.py). ``notes``: one
+    sentence for each thing to know of how the sources were read and joined.
     """
 
     sequence: np.ndarray
@@ -128,6 +140,7 @@ class TokenBatch:
     rows_at: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     lone: tuple[int, int] = (0, 0)
     lone_last: tuple[int, int] = (0, 0)
+    named: bool = False
     loose: bool = False
     notes: list[str] = field(default_factory=list)
 

@@ -66,9 +66,8 @@ def unfit_for_ratio(origins: Sequence[Origin]) -> list[GateFinding]:
                 "its logits: the other side's are of the untouched logits, and a PPO ratio of the two is not 1"
             )
             found.append(GateFinding(CAUSES[name], SUBJECT, letter, text, {name: value}))
-        own = (
-            letter == "b" and origin.path == origins[0].path
-        )  # one dump: b is what its logits say, and returned nothing
+        # of one dump b is what its logits say: it was not returned by an engine that could have processed it
+        own = letter == "b" and origin.path == origins[0].path
         if drawn != Semantics() and aside == Semantics() and origin.meaning == Semantics() and not own:
             figures: dict[str, float | int | str] = {"temperature": drawn.temperature, "top_p": drawn.top_p}
             text = (
@@ -79,19 +78,16 @@ def unfit_for_ratio(origins: Sequence[Origin]) -> list[GateFinding]:
     return found
 
 
-def held_against(
-    name: str, rows: Rows, declared: Semantics, drawn: Semantics, whose: str = "its own logits"
-) -> Iterator[GateFinding]:
-    """Yield a finding where log-probs are not what is declared of them, given the logits that they should come from.
+def held_against(name: str, rows: Rows, declared: Semantics, drawn: Semantics) -> Iterator[GateFinding]:
+    """Yield a finding where a side's log-probs are not what it declares, given its own logits.
 
-    ``drawn``: the distribution that the run says it drew from, which its log-probs may be of.
+    ``name``: the side; ``drawn``: the distribution that the run says it drew from, which its log-probs may be of.
     """
     apart = float(np.abs(rows.logprobs - scores(rows.logits, rows.tokens)).mean())
-    allowed = max(LOST_NATS, LOST_ROUNDINGS * rows.rounding)
     if declared != Semantics():
         stated = processed_scores(rows.logits, rows.tokens, declared)
         expected = float(np.abs(stated - scores(rows.logits, rows.tokens)).mean())
-        if float(np.abs(rows.logprobs - stated).mean()) <= allowed and apart > rows.tolerance:
+        if float(np.abs(rows.logprobs - stated).mean()) <= _allowed(rows) and apart > rows.tolerance:
             return
         if apart <= rows.tolerance:
             if expected > 4 * rows.tolerance:
@@ -99,23 +95,28 @@ def held_against(
                 yield GateFinding("raw-logprobs", SUBJECT, name, text, {"nats": expected})
             return
     elif apart <= rows.tolerance:
-        yield from _lost(name, rows, apart, whose)
+        yield from _lost(name, rows, apart)
         return
     fit = explain(rows, tuple({declared.temperature, drawn.temperature} - {1.0}))
     if fit is not None:
         yield from misdeclared(name, fit, declared, apart)
     elif declared.top_p == 1:
-        yield from _lost(name, rows, apart, whose)
+        yield from _lost(name, rows, apart)
 
 
-def _lost(name: str, rows: Rows, apart: float, whose: str) -> Iterator[GateFinding]:
+def _allowed(rows: Rows) -> float:
+    """Return how far (nats, mean over tokens) rounding may carry log-probs from those of their own logits."""
+    return max(LOST_NATS, LOST_ROUNDINGS * rows.rounding)
+
+
+def _lost(name: str, rows: Rows, apart: float) -> Iterator[GateFinding]:
     """Yield a finding where log-probs do not come from the logits and no other distribution explains them."""
-    allowed = max(LOST_NATS, LOST_ROUNDINGS * rows.rounding)
-    if apart > allowed:
-        text = f"the log-probs of {name} lie {apart:.2g} nats from those of {whose} (rounding allows {allowed:.2g})"
-        more = f"{text}, and no temperature or top-p explains it"
-        figures = {"nats": apart, "rounding": rows.rounding}
-        yield GateFinding("logprob-source", SUBJECT, name, more, figures)
+    if apart > _allowed(rows):
+        text = (
+            f"the log-probs of {name} lie {apart:.2g} nats from those of its own logits (rounding allows "
+            f"{_allowed(rows):.2g}), and no temperature or top-p explains it"
+        )
+        yield GateFinding("logprob-source", SUBJECT, name, text, {"nats": apart, "rounding": rows.rounding})
 
 
 def misdeclared(name: str, fit: Fit, declared: Semantics, apart: float, of: str = "") -> Iterator[GateFinding]:

@@ -10,7 +10,8 @@ import numpy as np
 from probe.compare.align import RowAligner, pack
 from probe.compare.measure import Measured
 from probe.compare.tokens.join import join_tokens
-from probe.compare.tokens.meaning import Semantics, Sources, choose_sources, engine_semantics
+from probe.compare.tokens.meaning import Sources, choose_sources
+from probe.sampling import Semantics, engine_semantics
 from probe.store.reader import Dump
 
 

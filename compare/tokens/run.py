@@ -41,9 +41,10 @@ def compare_token_sources(
 
     ``paths``: the rollout's source, then the actor's where it is another one; ``ppo``: a source of advantages and what
     else the update needs, ``config``: the update's numbers; ``trust``: unpickle verl's batches; ``temperature`` and
-    ``top_p``: what the rollout of files is declared to be; ``tokenizer``: decodes ids (``text``: whether to at all);
+    ``top_p``: what the rollout of files sampled with; ``tokenizer``: decodes ids (``text``: whether to at all);
     ``samples`` and ``positions``: size of the grid; ``words``: the options as a command line repeats them. Raises
-    UsageError for sources that do not go together, TokensError or DumpError for one that cannot be read.
+    UsageError for sources that do not go together, CompareError where they have no sequence in common or no log-probs,
+    TokensError or DumpError for one that cannot be read.
     """
     batch, decode = read_sources(
         [Path(path) for path in paths],

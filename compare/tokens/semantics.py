@@ -125,11 +125,19 @@ def _zeros(batch: TokenBatch, aside: np.ndarray) -> Found:
         if not dense.any():
             continue
         zero &= dense[batch.sequence]
-        count, first = int(zero.sum()), batch.labels[int(np.argmax(dense))]
-        text = f"{counted(count, 'log-prob')} of {name} in {counted(int(dense.sum()), 'sequence')} are exactly zero"
-        figures: dict[str, float | int | str] = {"tokens": count, "sequences": int(dense.sum()), "first": first}
-        more = f"{text} (first {first}): never filled in"
-        yield GateFinding("zero-filled-logprobs", SUBJECT, name, more, figures), zero
+        first = batch.labels[int(np.argmax(dense))]
+        yield zero_filled_finding(name, int(zero.sum()), int(dense.sum()), first), zero
+
+
+def zero_filled_finding(name: str, tokens: int, sequences: int, first: str) -> GateFinding:
+    """Return the finding that a side (``name``) has log-probs of exactly zero, what an array holds when it is made.
+
+    ``tokens`` and ``sequences``: how many; ``first``: the label of the first of the sequences.
+    """
+    text = f"{counted(tokens, 'log-prob')} of {name} in {counted(sequences, 'sequence')} are exactly zero"
+    figures: dict[str, float | int | str] = {"tokens": tokens, "sequences": sequences, "first": first}
+    more = f"{text} (first {first}): never filled in"
+    return GateFinding("zero-filled-logprobs", SUBJECT, name, more, figures)
 
 
 def _floors(batch: TokenBatch, aside: np.ndarray) -> Found:
@@ -218,11 +226,9 @@ def _alone(batch: TokenBatch, a: np.ndarray, b: np.ndarray) -> Iterator[GateFind
     apart = float(np.abs(b - a).mean())
     if apart < SHIFT_NATS / 10:
         return
-    factor = bare_factor(a, b)
-    if factor is not None and float(np.abs(a - factor * b).mean()) < SHIFT_SHARE * apart:
-        text = f"the log-probs of a are {factor:.4g} times those of b: one side's were divided by a temperature"
-        figures: dict[str, float | int | str] = {"factor": factor, "nats": apart}
-        yield GateFinding("temperature-semantics", SUBJECT, "unknown", text, figures)
+    multiple = multiple_finding(a, b)
+    if multiple is not None:
+        yield multiple
         return
     kept = [*_renormalised(a, b, batch)]
     yield from kept
@@ -234,8 +240,16 @@ def _alone(batch: TokenBatch, a: np.ndarray, b: np.ndarray) -> Iterator[GateFind
             f"factor of {max(slope, 1 / slope):.2g} at least: one side's are taken after the temperature, the other's "
             "before"
         )
-        figures = {"slope": slope, "nats": apart}
-        yield GateFinding("temperature-semantics", SUBJECT, "unknown", text, figures)
+        yield GateFinding("temperature-semantics", SUBJECT, "unknown", text, {"slope": slope, "nats": apart})
+
+
+def multiple_finding(a: np.ndarray, b: np.ndarray) -> GateFinding | None:
+    """Return the finding that one side's log-probs, float64 [n], are a multiple of the other's; None where not."""
+    factor, apart = bare_factor(a, b), float(np.abs(a - b).mean())
+    if factor is None or float(np.abs(a - factor * b).mean()) >= SHIFT_SHARE * apart:
+        return None
+    text = f"the log-probs of a are {factor:.4g} times those of b: one side's were divided by a temperature"
+    return GateFinding("temperature-semantics", SUBJECT, "unknown", text, {"factor": factor, "nats": apart})
 
 
 def _renormalised(a: np.ndarray, b: np.ndarray, batch: TokenBatch) -> Iterator[GateFinding]:

@@ -16,6 +16,7 @@ from probe.compare.tokens.groups import largest
 from probe.compare.tokens.text import Decoder
 
 CARRIERS = 20
+"""Tokens that are listed as carrying the mismatch."""
 FLOAT32_LOG_MAX = float(np.log(np.finfo(np.float32).max))
 """Log-ratios above it overflow in the float32 of a trainer."""
 SCALARS = (
@@ -114,7 +115,7 @@ def _scalars(known: _Known, update: Update, recomputed: Update) -> dict[str, Any
         )
     reference = known.columns.get("ref_log_probs")
     if reference is not None:
-        scalars["ref_max_abs_diff"] = float(np.nanmax(np.abs(known.b - reference)))
+        scalars["ref_max_abs_diff"] = float(np.abs(known.b - reference)[known.mask].max())
     scalars["overflows"] = int(np.sum(update.log_ratio[known.mask] > FLOAT32_LOG_MAX))
     return scalars
 
@@ -122,19 +123,20 @@ def _scalars(known: _Known, update: Update, recomputed: Update) -> dict[str, Any
 def _gradient(actual: np.ndarray, recomputed: np.ndarray, tokens: int) -> dict[str, Any]:
     """Return how much of the policy loss's gradient weight the mismatch adds and takes.
 
-    The slopes of the surrogate by each token's new log-prob with either old log-prob, unscaled. Their signs agree, so
-    that weight_total = weight_recomputed + gained - lost and weight_mismatch = gained + lost.
+    The arguments are the slopes of the surrogate by each token's new log-prob, float64 [N], with the rollout's and with
+    the actor's old log-probs, 0 outside the mask, which holds ``tokens`` tokens, 1 at least. Weights are per token of
+    it. Signs agree, so that weight_total = weight_recomputed + gained - lost, weight_mismatch = gained + lost.
     """
     total, clean = np.abs(actual), np.abs(recomputed)
     with np.errstate(invalid="ignore"):
         change = total - clean
-    gained, lost = (float(np.maximum(part, 0).sum()) / max(tokens, 1) for part in (change, -change))
-    weight, mismatch = float(clean.sum()) / max(tokens, 1), gained + lost
+    gained, lost = (float(np.maximum(part, 0).sum()) / tokens for part in (change, -change))
+    weight, mismatch = float(clean.sum()) / tokens, gained + lost
     sizes = np.sort(np.abs(change))[::-1]
     reached = np.cumsum(sizes)
     whole = float(reached[-1])
     return {
-        "weight_total": float(total.sum()) / max(tokens, 1),
+        "weight_total": float(total.sum()) / tokens,
         "weight_recomputed": weight,
         "weight_mismatch": mismatch,
         **{"gained": gained, "lost": lost},

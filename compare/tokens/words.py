@@ -162,9 +162,7 @@ def not_compared(batch: TokenBatch) -> list[str]:
         )
     for side, count in zip("ab", batch.lone):
         sentences += [f"{counted(count, 'response token')}: only {side} has a log-prob of it"] if count else []
-    for entry in batch.not_finite:
-        where = f"first at position {entry.position} of the response of {entry.sequence}"
-        sentences.append(f"{counted(entry.count, 'log-prob')} of side {entry.side}: {entry.kind} ({where})")
+    sentences += [f"{entry.subject}: {entry.kind} ({entry.first})" for entry in batch.not_finite]
     empty = int((batch.valid == 0).sum())
     sentences += [f"{counted(empty, 'sequence')} without a token inside the mask"] if empty else []
     return sentences

@@ -8,7 +8,8 @@ One adapter per engine, on a common ``base`` that numbers sequences in a book (`
 - ``vllm``: passes of a scheduler; ``vllm_model_runner``: the object that runs them; ``vllm_parallel``: what a rank
   holds of every tensor and parameter; ``vllm_moe``: methods of experts to record
 
-``verl`` is none of these: figures of log-probs for a training loop, on verl's batches (docs/training.md).
+``verl`` is no adapter: it records nothing and computes figures of log-probs in a training loop, from verl's batches
+(docs/training.md).
 
 Two modules run inside vLLM's own processes, by name: ``vllm_worker`` starts and stops the capture, ``vllm_forced``
 makes the sampler choose given tokens.

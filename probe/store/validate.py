@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 from h5py import h5d, h5l, h5s
 
-from probe.errors import DumpError
+from probe.errors import DumpError, first_line
 from probe.store.dtypes import DTYPES, type_matches
 
 MAX_RANK = 32
@@ -34,8 +34,7 @@ def reading(where: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, MemoryError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DumpError(f"{where} cannot be read ({reason})", DAMAGED) from None
+        raise DumpError(f"{where} cannot be read ({first_line(error)})", DAMAGED) from None
 
 
 def open_file(path: Path) -> h5py.File:

@@ -4,11 +4,9 @@
 const buildStrips = (data, openCurve = null) => {
   const { byId, make, show } = probe;
 
-  /* One focus stop, moved with the arrow keys. Steps in nats, and of probabilities where a monitor stored nothing else:
-     0.01 is usual for a healthy bf16 pair, 0.1 is where the training frameworks' own checks fail. */
+  /* One focus stop, moved with the arrow keys. Steps in nats: 0.01 is usual for a healthy bf16 pair, 0.1 is where the
+     training frameworks' own checks fail. A monitor stores probabilities only and gets no strips. */
   const STEPS = [0.001, 0.01, 0.03, 0.1, 1];
-  const ofProbabilities = data.strips.every((strip) => strip.diff.every((diff) => diff === null)) &&
-    data.strips.some((strip) => strip.prob_diff.some((diff) => diff !== null));
   const heat = (diff) => (diff === null ? 0 : STEPS.filter((step) => Math.abs(diff) >= step).length);
   /* What stands for a token: its text, else its id, else its position where a file has no ids. */
   const nameOf = (strip, index) => strip.text[index] ?? String(strip.token[index] ?? `#${strip.position[index]}`);
@@ -105,7 +103,7 @@ const buildStrips = (data, openCurve = null) => {
     });
     const prompt = make("span");
     prompt.append(make("i", "prompt"), "prompt");
-    byId("strip-legend").append(prompt, ofProbabilities ? "|Δ prob|" : "|Δ log-prob| in nats");
+    byId("strip-legend").append(prompt, "|Δ log-prob| in nats");
     select.addEventListener("change", drawStrip);
     byId("strip").addEventListener("keydown", moveFocus);
     byId("strip").addEventListener("keydown", showCurve);

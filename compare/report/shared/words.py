@@ -67,11 +67,7 @@ UPDATE: tuple[tuple[str, str, str], ...] = (
     ("clipfrac_verl", "clipped share (verl)", "share where the clipped term wins"),
     ("clipfrac_lower_verl", "clipped share, lower (verl)", "share of A < 0 and r above the dual clip, 3"),
     ("value_clipfrac_verl", "clipped share of values (verl)", "share where the clipped error wins"),
-    (
-        "ref_max_abs_diff",
-        "max |actor - reference|",
-        "0 before the first update: at most 1e-8, 5e-3 with routing replay",
-    ),
+    ("ref_max_abs_diff", "max |actor - reference|", "0 before the first update: both are then one model"),
 )
 
 #: Numbers that the PPO section was computed with -> words.

@@ -134,9 +134,7 @@ def _name(report: Report, side: str) -> str:
 def _sources(report: Report) -> list[tuple[str, str, str]]:
     """Return (what, of A, of B) about the two sources."""
     a, b = report["a"], report["b"]
-    rows = [
-        (name, number(a[key]), number(b[key])) for name, key in (("path", "path"), ("kind", "kind"), ("key", "key"))
-    ]
+    rows = [(key, number(a[key]), number(b[key])) for key in ("path", "kind", "key")]
     rows.append(("distribution", origin_words(a), origin_words(b)))
     drawn = [origin_words({"meaning": side.get("sampled_at")}) if side.get("sampled_at") else "-" for side in (a, b)]
     return [*rows, ("sampled", drawn[0], drawn[1])]

@@ -1,12 +1,24 @@
-"""Log-probs from wherever they lie: dumps, a monitor's folder, npz, parquet or jsonl files, verl's pickled batches."""
+"""Log-probs from wherever they lie: dumps, a monitor's folder, npz, parquet or jsonl files, verl's pickled batches.
+
+A path becomes a batch in steps:
+
+- ``sniff`` tells its kind
+- ``npz``, ``parquet``, ``jsonl`` and ``verl_batch`` read columns under the file's own names (``RawFile``)
+- ``names`` says what these mean, and ``table`` makes of them one row per sequence and one cell per response token
+  (``Table``); ``dumps`` does so of a dump
+- ``pair`` tells which sequences of two tables are the same, and ``assemble`` takes the tokens inside both masks
+
+A ``monitor``'s folder and two dumps give a batch without a table. ``columns`` joins advantages and the like to a batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
-from probe.compare.tokens.batch import Origin, TokenBatch
+from probe.compare.tokens.batch import TokenBatch
 from probe.compare.tokens.read.assemble import Reading, assemble
 from probe.compare.tokens.read.columns import add_columns
 from probe.compare.tokens.read.dumps import dump_table, read_dumps
@@ -29,7 +41,7 @@ READERS: dict[str, Callable[[Path, bool], RawFile]] = {
     "jsonl": read_jsonl,
     "verl-batch": read_verl_batch,
 }
-"""Kind of a file -> what reads it, given the path and whether pickles are trusted."""
+"""Kind of a file -> what reads it, given the path and whether pickles are trusted (of use to verl-batch only)."""
 
 
 def read_sources(
@@ -52,10 +64,10 @@ def read_sources(
             f"{len(paths)} sources were given", "give one that holds both sides, or the rollout's and the actor's"
         )
     kinds = [sniff(path) for path in paths]
-    declared = _declared(temperature, top_p)
-    if kinds[0] == "dump" and declared is not None:
+    sampled_at = _sampled_at(temperature, top_p)
+    if kinds[0] == "dump" and sampled_at is not None:
         raise UsageError("--temperature and --top-p are for files", "a dump's manifest says what it sampled with")
-    if "monitor" in kinds and (len(paths) > 1 or declared is not None):
+    if "monitor" in kinds and (len(paths) > 1 or sampled_at is not None):
         raise UsageError(
             "a monitor's folder holds differences, no log-probs", "give it alone, without sampling options"
         )
@@ -68,8 +80,8 @@ def read_sources(
     with ExitStack() as stack:
         read = [_table(path, kind, trust, stack) for path, kind in zip(paths, kinds)]
         batch = _batch([table for table, _ in read])
-    if declared is not None:
-        batch.origins = (_with(batch.origins[0], declared), batch.origins[1])
+    if sampled_at is not None:
+        batch.origins = (replace(batch.origins[0], sampled_at=sampled_at), batch.origins[1])
     return batch, decode or next((own for _, own in read if own), None)
 
 
@@ -125,14 +137,10 @@ def _note_unused(table: Table, used: tuple[str, ...]) -> None:
         table.notes.append(f"of {table.path} {read} was read, {' and '.join(unused)} was not")
 
 
-def _declared(temperature: float | None, top_p: float | None) -> Semantics | None:
+def _sampled_at(temperature: float | None, top_p: float | None) -> Semantics | None:
     for name, value, most in (("--temperature", temperature, float("inf")), ("--top-p", top_p, 1.0)):
         if value is not None and not 0 < value <= most:
             raise UsageError(f"{name} {value:g} is not above 0" + (f" and at most {most:g}" if most == 1 else ""), "")
     if temperature is None and top_p is None:
         return None
     return Semantics(1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p)
-
-
-def _with(origin: Origin, declared: Semantics) -> Origin:
-    return Origin(origin.path, origin.kind, origin.key, origin.meaning, declared)

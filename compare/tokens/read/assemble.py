@@ -9,7 +9,7 @@ import numpy as np
 
 from probe.compare.align import pack, split
 from probe.compare.report.model import counted
-from probe.compare.sampling_fits import ROWS, rows_of
+from probe.compare.sampling_fits import rows_of, some_of
 from probe.compare.tokens.batch import COLUMNS, NotFinite, Origin, TokenBatch, find_not_finite
 from probe.compare.tokens.read.pair import Pairs, identities
 from probe.compare.tokens.read.table import MAX_TOKENS, Table
@@ -97,6 +97,7 @@ def assemble(a: Reading, b: Reading, pairs: Pairs) -> TokenBatch:
         not_finite=bad,
         lone=lone,
         lone_last=lone_last,
+        named=a.table.kind != "dump" and a.table.uid is not None and all(a.table.uid),
         notes=notes,
     )
     _add_logits(batch, (a, b), [cells[finite] for cells in at])
@@ -242,9 +243,10 @@ def _columns(a: Table, b: Table, at: list[np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _add_logits(batch: TokenBatch, sides: tuple[Reading, Reading], at: list[np.ndarray]) -> None:
-    """Add the logits of ROWS tokens at most, evenly spread: the actor's where there are any.
+    """Add the logits of some of the tokens: the actor's where there are any.
 
-    In a file with both sides they are the actor's; row r of a sequence's logits scores its response token r.
+    ``at``: for each side the cells of the batch's tokens in its table, int64 [N]. In a file with both sides logits are
+    the actor's; row r of a sequence's logits scores its response token r.
     """
     for number in (1, 0):
         table = sides[number].table
@@ -254,7 +256,7 @@ def _add_logits(batch: TokenBatch, sides: tuple[Reading, Reading], at: list[np.n
         if table.logits.shape[:2] != (len(table), int(table.width[0])) or int(table.width.min()) != table.width[0]:
             batch.notes.append(f"the logits of {table.path} have the shape {table.logits.shape}: not used")
             continue
-        picked = np.unique(np.linspace(0, len(batch) - 1, min(ROWS, len(batch))).astype(np.int64))
+        picked = some_of(len(batch))
         row, place = table.place(np.sort(at[number][picked]))
         picked = picked[np.argsort(at[number][picked])]
         ids = batch.token[picked]

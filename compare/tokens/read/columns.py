@@ -17,7 +17,7 @@ from probe.compare.tokens.read.table import Table
 from probe.errors import TokensError
 
 _NUMBERED = re.compile(r"(step \d+ )?s\d+")
-"""Labels that sequences get for want of a uid."""
+"""Labels that sequences get for want of a uid; in a dump, uids that only number its sequences look alike."""
 
 
 def add_columns(table: Table, batch: TokenBatch) -> None:
@@ -56,7 +56,7 @@ def add_columns(table: Table, batch: TokenBatch) -> None:
 def _as_table(batch: TokenBatch, table: Table) -> Table:
     """Return the sequences of a batch as a table that can be paired with another one."""
     responses = [ids[start:] for ids, start in zip(batch.ids, batch.start)]
-    named = not any(_NUMBERED.fullmatch(label) for label in batch.labels)
+    named = batch.named or not any(_NUMBERED.fullmatch(label) for label in batch.labels)
     known = any(map(len, responses))
     own = Table(
         path=Path(batch.origins[0].path),

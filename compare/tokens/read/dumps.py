@@ -13,7 +13,7 @@ from probe.compare.align import RowAligner, pack, read_table
 from probe.compare.diagnose.action import loose_ranges
 from probe.compare.logprobs import complete_logprobs
 from probe.compare.names.canonical import LOGITS
-from probe.compare.sampling_fits import ROWS, rows_of
+from probe.compare.sampling_fits import rows_of, some_of
 from probe.compare.sequences import join_sequences
 from probe.compare.side import Side, read_side, read_sides
 from probe.compare.tokens.batch import TokenBatch, batch_of_dumps, origin_of
@@ -139,7 +139,7 @@ def _add_rows(batch: TokenBatch, sides: tuple[Side, ...], numbers: tuple[np.ndar
     if batch.a is None or batch.b is None or not len(batch):
         return
     order = sorted(range(len(sides)), key=lambda side: batch.origins[side].key != "engine")
-    picked = np.unique(np.linspace(0, len(batch) - 1, min(ROWS, len(batch))).astype(np.int64))
+    picked = some_of(len(batch))
     for number in order:
         side = sides[number]
         source = side.resolution.sources.get(LOGITS)

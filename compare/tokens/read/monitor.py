@@ -10,7 +10,7 @@ import numpy as np
 from probe.compare.report.model import counted
 from probe.compare.tokens.batch import Origin, TokenBatch, find_not_finite
 from probe.compare.tokens.read.table import MAX_CELLS, MAX_TOKENS
-from probe.errors import TokensError
+from probe.errors import TokensError, first_line
 
 _NAME = re.compile(r"prob_diff(?:_step_(\d+))?\.npy")
 BEYOND = 1e-6
@@ -64,8 +64,7 @@ def _load(file: Path) -> np.ndarray:
     try:
         values = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TokensError(f"{file} cannot be read as an npy file ({reason})", "copy it again") from None
+        raise TokensError(f"{file} cannot be read as an npy file ({first_line(error)})", "copy it again") from None
     if values.ndim != 2:
         raise TokensError(f"{file} has the shape {list(values.shape)}", "the monitor writes [sequences, tokens]")
     return np.asarray(values)

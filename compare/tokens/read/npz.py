@@ -15,7 +15,7 @@ from numpy.lib import format as npy
 
 from probe.compare.tokens.read.names import FILE_COLUMNS, LOGITS, resolve
 from probe.compare.tokens.read.table import MAX_CELLS, Logits, Ragged, RawFile, rows_of_matrix
-from probe.errors import TokensError
+from probe.errors import TokensError, first_line
 
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _BROKEN = (OSError, ValueError, KeyError, EOFError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
@@ -51,8 +51,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except _BROKEN as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TokensError(f"{path} cannot be read as an npz file ({reason})", "write it again") from None
+        raise TokensError(f"{path} cannot be read as an npz file ({first_line(error)})", "write it again") from None
 
 
 def _header(stream: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from probe.compare.tokens.read.names import FILE_COLUMNS, ID_NAMES, LOGITS, resolve
 from probe.compare.tokens.read.table import MAX_CELLS, Ragged, RawFile
-from probe.errors import TokensError
+from probe.errors import TokensError, first_line
 
 
 def read_parquet(path: Path, trust: bool) -> RawFile:
@@ -28,8 +28,7 @@ def read_parquet(path: Path, trust: bool) -> RawFile:
         arrays = {name: table.column(name).combine_chunks() for name in wanted.values()}
         columns = {name: _column(arrow.types, compute, array, path, name) for name, array in arrays.items()}
     except (arrow.ArrowException, OSError, ValueError, MemoryError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TokensError(f"{path} cannot be read as a parquet file ({reason})", "write it again") from None
+        raise TokensError(f"{path} cannot be read as a parquet file ({first_line(error)})", "write it again") from None
     return RawFile(path, "parquet", columns or dict.fromkeys(known, np.zeros(0)))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from probe.compare.tokens.read.names import FILE_COLUMNS, LOGITS, resolve
 from probe.compare.tokens.read.npz import as_column
 from probe.compare.tokens.read.table import MAX_CELLS, Logits, Ragged, RawFile
-from probe.errors import TokensError, UsageError
+from probe.errors import TokensError, UsageError, first_line
 from probe.store.dtypes import widen
 
 DTYPES = {
@@ -31,6 +31,8 @@ DTYPES = {
 """torch dtype -> the numpy dtype that holds its bits."""
 META = {"temperature": "temperature", "top_p": "top_p", "global_steps": "step"}
 """What DataProto.meta_info may say of the whole batch -> the column that it is."""
+_TEXT = frozenset(FILE_COLUMNS["uid"].names)
+"""Names in DataProto.non_tensor_batch that are read: its other arrays hold objects."""
 
 
 def read_verl_batch(path: Path, trust: bool) -> RawFile:
@@ -51,12 +53,8 @@ def read_verl_batch(path: Path, trust: bool) -> RawFile:
         note = f"WARNING: {path} was unpickled in full (--trust; it names {foreign}): it could run any code here"
         batch, extra, meta = _unpickled(path)
     except Exception as error:  # a damaged pickle raises whatever its opcodes hit
-        raise TokensError(f"{path} cannot be read as a verl batch ({_reason(error)})", "write it again") from None
+        raise TokensError(f"{path} cannot be read as a verl batch ({first_line(error)})", "write it again") from None
     return _raw(path, batch, extra, meta, note)
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _raw(path: Path, batch: Mapping[str, Any], extra: Mapping[str, Any], meta: Mapping[str, Any], note: str) -> RawFile:
@@ -77,9 +75,6 @@ def _raw(path: Path, batch: Mapping[str, Any], extra: Mapping[str, Any], meta: M
                 raise TokensError(f"{name} of {path} has {values.size} cells", f"at most {MAX_CELLS} can be read")
             columns[name] = as_column(values, f"{name} of {path}")
     return RawFile(path, "verl-batch", columns or dict.fromkeys(batch, np.zeros(0)), logits, (note,))
-
-
-_TEXT = frozenset(FILE_COLUMNS["uid"].names)
 
 
 def _is_number(name: str, value: Any) -> bool:
@@ -145,6 +140,7 @@ class _Array:
 
 
 def _named(*arguments: Any) -> Any:
+    """Stand for numpy's ndarray, which a pickle names as what to build (see _Array) and never calls."""
     raise ValueError("an array built by hand")
 
 
@@ -220,18 +216,18 @@ def _plain(data: bytes) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[s
             folder = archive.namelist()[0].partition("/")[0]
             batch = _Reader(archive.read(f"{folder}/data.pkl"), archive).load()
     elif batch is not None:
-        batch = {name: _encoded(name, value) for name, value in batch[2].items()}
+        batch = {name: _encoded(value) for name, value in batch[2].items()}
     arrays = {name: value.values for name, value in (extra or {}).items() if isinstance(value, _Array)}
     return batch or {}, arrays, meta or {}
 
 
-def _encoded(name: str, value: Any) -> Any:
+def _encoded(value: Any) -> Any:
     """Return a tensor that was pickled as (dtype, shape, bytes), or a jagged one, (layout, those of its rows)."""
     if len(value) == 3:
         dtype, shape, data = value
         content = data.values.tobytes() if isinstance(data, _Array) else bytes(data)
         return dtype, np.frombuffer(content, DTYPES[dtype]).reshape(shape)
-    rows = [_bits(*_encoded(name, row)) for row in value[1]]
+    rows = [_bits(*_encoded(row)) for row in value[1]]
     return Ragged(np.concatenate(rows), np.array([len(row) for row in rows], np.int64))
 
 
@@ -248,7 +244,7 @@ def _unpickled(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], Mappin
     except ImportError as error:
         raise TokensError(f"{path} needs the package {error.name} to be read", f"install {error.name}") from None
     except Exception as error:  # unpickling may raise anything
-        raise TokensError(f"{path} cannot be read as a verl batch ({_reason(error)})", "write it again") from None
+        raise TokensError(f"{path} cannot be read as a verl batch ({first_line(error)})", "write it again") from None
 
 
 def _numbers(tensor: Any) -> np.ndarray:
