@@ -14,7 +14,7 @@ from synthetic_dumps import Scenario, actor, prompts, write_dump
 from synthetic_model import Fault, Tiny
 
 from probe.compare import run as compare_run
-from probe.compare.diagnose.action import HEALTHY, recommend
+from probe.compare.diagnose.action import HEALTHY, healthy_figures, recommend
 from probe.compare.diagnose.causes import CAUSES
 from probe.compare.diagnose.fits import Fits, relate
 from probe.compare.diagnose.leads import LAST, joined, rank_of
@@ -25,7 +25,7 @@ from probe.compare.gates import Gate, GateFinding
 from probe.compare.names.canonical import module_at_fault
 from probe.compare.replay.recipes import RECIPES
 from probe.compare.settings_gates import CAUSES as CONFIG_CAUSES
-from probe.logprobs import ratio_metrics
+from probe.logprobs import ratio_metrics, token_metrics
 from probe.store.dtypes import round_to
 
 DOC = (Path(__file__).parents[1] / "docs" / "diagnosis.md").read_text(encoding="utf-8")
@@ -462,3 +462,19 @@ def test_replays_and_gates_name_known_causes_only():
     hypotheses = [h.cause for recipes in RECIPES.values() for recipe in recipes for h in recipe.hypotheses]
     assert hypotheses and set(hypotheses) <= set(CAUSES)
     assert set(CONFIG_CAUSES.values()) <= set(CAUSES)
+
+
+def test_the_wider_ranges_of_experts_hold_together():
+    """Normal differences of the mean |D| that a mixture of experts may have pass every other range too."""
+    rng = np.random.default_rng(0)
+    rollout = np.log(rng.uniform(0.05, 1.0, 20_000))
+    tokens = [
+        token_metrics(rollout, rollout + noise) | ratio_metrics(rollout, rollout + noise)
+        for noise in (rng.normal(0.0, mean * np.sqrt(np.pi / 2), len(rollout)) for mean in (0.099, 0.115))
+    ]
+    narrow, wide, beyond = (
+        {figure["name"] for figure in healthy_figures(figures, loose=loose) if not figure["ok"]}
+        for figures, loose in ((tokens[0], False), (tokens[0], True), (tokens[1], True))
+    )
+    assert narrow == {"mean_abs_logprob_diff", "k3", "tme"} and not wide
+    assert beyond == {"mean_abs_logprob_diff", "k3", "tme"}

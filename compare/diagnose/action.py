@@ -45,8 +45,8 @@ HEALTHY: dict[str, Healthy] = {
     "mean_abs_logprob_diff": Healthy(
         0.0, 0.03, "CI limits of Miles (0.03, dense) and slime (0.1); dense bf16 measures 0.011, large MoE 0.04", 0.1
     ),
-    "k3": Healthy(0.0, 1e-3, "NeMo-RL"),
-    "tme": Healthy(0.0, 1.05, "token-multiplicative error, NeMo-RL"),
+    "k3": Healthy(0.0, 1e-3, "NeMo-RL; with experts what a mean |D| of 0.1 makes it for normal differences", 0.008),
+    "tme": Healthy(0.0, 1.05, "token-multiplicative error, NeMo-RL; with experts as k3", 1.11),
     "mean_ratio": Healthy(0.5, 2.0, "verl's rollout correction warns outside"),
     "ess": Healthy(0.3, math.inf, "verl's rollout correction warns below"),
     "chi2_token": Healthy(-math.inf, 1.0, "verl's rollout correction: above is severe"),
