@@ -465,7 +465,8 @@ def test_replays_and_gates_name_known_causes_only():
 
 
 def test_the_wider_ranges_of_experts_hold_together():
-    """Normal differences of the mean |D| that a mixture of experts may have pass every other range too."""
+    """Normal differences of the mean |D| that a mixture of experts may have pass the ranges of the other figures of D
+    too (Pearson depends on how sure the model is)."""
     rng = np.random.default_rng(0)
     rollout = np.log(rng.uniform(0.05, 1.0, 20_000))
     tokens = [
@@ -473,7 +474,7 @@ def test_the_wider_ranges_of_experts_hold_together():
         for noise in (rng.normal(0.0, mean * np.sqrt(np.pi / 2), len(rollout)) for mean in (0.099, 0.115))
     ]
     narrow, wide, beyond = (
-        {figure["name"] for figure in healthy_figures(figures, loose=loose) if not figure["ok"]}
+        {figure["name"] for figure in healthy_figures(figures, loose=loose) if not figure["ok"]} - {"pearson"}
         for figures, loose in ((tokens[0], False), (tokens[0], True), (tokens[1], True))
     )
     assert narrow == {"mean_abs_logprob_diff", "k3", "tme"} and not wide
