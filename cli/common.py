@@ -196,6 +196,20 @@ class Command(click.Command):
 # -- checks and numbers -----------------------------------------------------------------------------------------------
 
 
+BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+
+def one_blas_thread() -> None:
+    """Let BLAS multiply on one thread, unless OMP_NUM_THREADS or its own variable says otherwise; before numpy loads.
+
+    A replay makes thousands of small products: on cores that have something else to do, threads that wait for each
+    other made a comparison of 6 s take 30 to 40.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        for name in BLAS_THREADS:
+            os.environ.setdefault(name, "1")
+
+
 def unknown_name(kind: str, name: str, known: list[str], where: str) -> UsageError:
     """Return the error for a name that nothing has, with the known names closest to it."""
     import difflib

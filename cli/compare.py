@@ -91,6 +91,7 @@ def compare(
     A and B are folders that 'probe dump -o' wrote. Exit status: 0 consistent, 1 suspect or divergent, 2 incomparable
     or trouble.
     """
+    common.one_blas_thread()
     from probe.cli.progress import observing
     from probe.compare.report import FORMS
     from probe.compare.run import compare_dumps, exit_status

@@ -146,6 +146,8 @@ class Demo:
     def _compare(self, actor: str, report_folder: str) -> dict[str, Any]:
         """Compare an actor with the rollout; both should hold the weights of the model that the rollout loaded."""
         from probe.compare.report import write_report
+
+        common.one_blas_thread()
         from probe.compare.run import compare_dumps
 
         report = compare_dumps(self.folder / "rollout", self.folder / actor, weights=self.folder / "model")

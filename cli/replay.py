@@ -48,6 +48,7 @@ def replay(context: click.Context, dump: Path, weights: Path | None, everything:
     roundings of its dtype. Exit status: 0 every module fits, 1 one is broken or suspect, 2 nothing could be replayed
     or trouble.
     """
+    common.one_blas_thread()
     from probe.store.reader import open_dump
 
     with open_dump(dump) as opened:

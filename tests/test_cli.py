@@ -381,3 +381,29 @@ def test_an_unforeseen_error_shows_its_traceback_with_v(dumps: dict[str, Path]) 
 def test_an_interruption_exits_as_a_shell_expects(dumps: dict[str, Path]) -> None:
     done = failing("KeyboardInterrupt", "show", str(dumps["rollout"]))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "probe: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, "1"), ({"OMP_NUM_THREADS": "4"}, None), ({"OPENBLAS_NUM_THREADS": "3"}, "3")]
+)
+@pytest.mark.parametrize("command", ["compare", "replay"])
+def test_blas_has_one_thread_unless_the_user_says_otherwise(tmp_path, command, given, expected):
+    """Set before numpy loads, where it would come too late."""
+    dump = write_dump(tmp_path / "a", Scenario())
+    words = [command, str(dump), *([str(dump)] if command == "compare" else [])]
+    code = f"""
+import builtins, os
+seen = []
+true_import = builtins.__import__
+def watch(name, *rest, **more):
+    if name == "numpy" and not seen:
+        seen.append(os.environ.get("OPENBLAS_NUM_THREADS"))
+    return true_import(name, *rest, **more)
+builtins.__import__ = watch
+from probe.cli.main import run
+run({words!r})
+print("SEEN", seen)
+"""
+    free = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=free | given, cwd=ROOT)
+    assert f"SEEN [{expected!r}]" in done.stdout, done.stderr

@@ -13,6 +13,7 @@ from probe.compare.evidence import BROKEN, FINE, SUSPECT, UNMODELLED, Replayed, 
 from probe.compare.names.base import pattern
 from probe.compare.names.canonical import place_of
 from probe.compare.replay.base import Context, Recipe, Unreplayable
+from probe.compare.replay.beside import Beside
 from probe.compare.replay.explain import Reading, bands_of, explain, read_best, settled
 from probe.compare.replay.figures import relative_rows, words_of
 from probe.compare.replay.inputs import LOG_PROBS, StoredTensors, choose_keys
@@ -54,8 +55,7 @@ def replay_sides(
     the rows to replay before others. Raises CheckpointError for ``weights`` that cannot be read.
     """
     result, foreign, read = Replays(), dict[str, str](), list[tuple[Side, Found]]()
-    for name, side, rows in (("a", a, prefer[0]), ("b", b, prefer[1])):
-        done = replay_side(side, name, weights, rows)
+    for name, side, done in zip("ab", (a, b), _both(a, b, weights, prefer)):
         result.by_side[name], result.skipped[name] = done.modules, done.skipped
         if done.found.words:
             result.weights[name] = done.found.words
@@ -66,17 +66,39 @@ def replay_sides(
     if all(foreign.values()):
         raise CheckpointError(f"{weights} holds the weights of neither side: {foreign['a']}", OTHER_CHECKPOINT)
     for (name, modules), (side, found), (other, _) in zip(result.by_side.items(), read, reversed(read)):
-        result.by_side[name] = _without_changed(modules, side, other, found)
+        result.by_side[name] = _without_changed(modules, side, other, found, weights)
     return result
 
 
-def _without_changed(modules: dict[str, Replayed], side: Side, other: Side, found: Found) -> dict[str, Replayed]:
+def _both(
+    a: Side, b: Side, weights: str | Path | None, prefer: tuple[Mapping[str, RowKeys], Mapping[str, RowKeys]]
+) -> tuple[SideReplay, SideReplay]:
+    """Replay both sides at once where a copy of the process can do side b; its parameters stay there."""
+
+    def other() -> SideReplay:
+        done = replay_side(b, "b", weights, prefer[1])
+        return replace(done, found=replace(done.found, parameters=None))
+
+    beside = Beside(other)
+    try:
+        return replay_side(a, "a", weights, prefer[0]), beside.result()
+    finally:
+        beside.close()
+
+
+def _without_changed(
+    modules: dict[str, Replayed], side: Side, other: Side, found: Found, weights: str | Path | None
+) -> dict[str, Replayed]:
     """Return a side's replays, of those that do not fit the ones whose parameters are not the checkpoint's unmodelled.
 
     Where both sides hold one value and the checkpoint another, the file is not what ran: written over since, or of
     another step. Where the sides' values differ, the weights gate says so.
     """
     wrong = {label: label.rpartition(":")[0] for label, replayed in modules.items() if replayed.verdict != FINE}
+    if not wrong:
+        return modules
+    if found.parameters is None and not found.why_not:
+        found = find_parameters(side, weights)  # those of side b stayed where it was replayed
     names = [f"{module}.{kind}" for module in wrong.values() for kind in ("weight", "bias")]
     changed = {name.rpartition(".")[0] for name in changed_since(side, other, found, names)}
     words = "the checkpoint's parameters are not those that both sides ran with"

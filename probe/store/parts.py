@@ -18,6 +18,7 @@ from probe.store.journal import journal_of, read_journal
 from probe.store.places import check_place
 from probe.store.validate import (
     DAMAGED,
+    Groups,
     check_manifest,
     check_tensor,
     json_object,
@@ -102,6 +103,7 @@ class CompletePart(Part):
         super().__init__(path)
         self._file = open_file(path)
         self._descriptor = os.open(path, os.O_RDONLY)
+        self._groups: Groups = {}
         self._offsets: dict[tuple[str, Shape, str], int | None] = {}
         try:
             self.tables = {name: self._table(name, dtype) for name, dtype in schema.TABLES.items()}
@@ -117,7 +119,7 @@ class CompletePart(Part):
     def manifest(self) -> dict[str, Any]:
         """Return the manifest that the file carries."""
         where = f"{self.path}:/manifest"
-        dataset = safe_dataset(self._file, "/manifest")
+        dataset = safe_dataset(self._file, "/manifest", self._groups)
         with reading(where):
             value = dataset[()]
         return check_place(check_manifest(json_object(value, where), where), where)
@@ -126,7 +128,7 @@ class CompletePart(Part):
         """Return rows of a block, read with the file's own type: HDF5 converts nothing."""
         where = (dataset, shape, dtype)
         if where not in self._offsets:
-            found = safe_dataset(self._file, dataset)
+            found = safe_dataset(self._file, dataset, self._groups)
             check_tensor(found, shape, dtype)
             self._offsets[where] = found.id.get_offset()
         offset, carrier = self._offsets[where], stored_dtype(dtype).carrier
@@ -136,7 +138,7 @@ class CompletePart(Part):
                 offset += start * features * carrier.itemsize
                 values = read_at(self._descriptor, offset, carrier, (stop - start) * features)
             return values.reshape(stop - start, *shape[1:])
-        found = safe_dataset(self._file, dataset)
+        found = safe_dataset(self._file, dataset, self._groups)
         whole = found.shape != shape  # the same content stored once for tensors of different shapes
         count = found.shape if whole else (stop - start, *shape[1:])
         with reading(f"{self.path}:{dataset}"):
@@ -154,7 +156,7 @@ class CompletePart(Part):
 
     def sketch(self, dataset: str, columns: int) -> np.ndarray:
         """Return the float64 table of a weight sketch."""
-        found = safe_dataset(self._file, dataset)
+        found = safe_dataset(self._file, dataset, self._groups)
         if found.dtype != np.float64 or found.ndim != 2 or found.shape[1] != columns:
             raise DumpError(f"{self.path}:{dataset} is not the sketch of a parameter", DAMAGED)
         return found[...]

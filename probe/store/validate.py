@@ -51,23 +51,47 @@ def open_file(path: Path) -> h5py.File:
         ) from None
 
 
-def safe_dataset(file: h5py.File, path: str) -> h5py.Dataset:
-    """Return the dataset at ``path`` after checking links, storage class and size; raise DumpError otherwise."""
+Groups = dict[str, h5py.h5g.GroupID]
+"""Groups of a file that were reached by hard links only, by path: a file has hundreds of datasets in a few groups."""
+
+
+def safe_dataset(file: h5py.File, path: str, groups: Groups | None = None) -> h5py.Dataset:
+    """Return the dataset at ``path`` after checking links, storage class and size; raise DumpError otherwise.
+
+    ``groups``: what was checked before, extended by what is checked now.
+    """
     filename = file.filename
     where = f"{filename}:{path}"
     with reading(where):
-        found = file.id
-        for name in (part.encode() for part in path.split("/") if part):
-            links = found.links if isinstance(found, h5py.h5g.GroupID | h5py.h5f.FileID) else None
-            if links is None or not links.exists(name):
-                raise DumpError(f"{where} is missing from the file", "it is damaged, or not a probe dump file")
-            if links.get_info(name).type != h5l.TYPE_HARD:
-                raise DumpError(f"{where} is a soft or external link", "a dump holds none: do not trust this file")
-            found = h5py.h5o.open(found, name)
+        folder, _, name = path.rpartition("/")
+        found = _child(_group(file, folder, groups if groups is not None else {}, filename), name, where)
         if not isinstance(found, h5d.DatasetID):
             raise DumpError(f"{where} is not a dataset", DAMAGED)
         _check_storage(found, where, os.stat(filename).st_size)
         return h5py.Dataset(found)
+
+
+def _group(file: h5py.File, path: str, known: Groups, filename: str) -> h5py.h5g.GroupID:
+    """Return the group at ``path``, every link to it checked; the file itself at the empty path."""
+    if not path:
+        return file.id
+    if path not in known:
+        folder, _, name = path.rpartition("/")
+        where = f"{filename}:{path}"
+        known[path] = _child(_group(file, folder, known, filename), name, where)
+    return known[path]
+
+
+def _child(group: h5py.h5g.GroupID, name: str, where: str) -> Any:
+    """Return what a hard link of a group leads to; raise DumpError for another link, or none."""
+    if not name:
+        return group
+    links = group.links if isinstance(group, h5py.h5g.GroupID | h5py.h5f.FileID) else None
+    if links is None or not links.exists(name.encode()):
+        raise DumpError(f"{where} is missing from the file", "it is damaged, or not a probe dump file")
+    if links.get_info(name.encode()).type != h5l.TYPE_HARD:
+        raise DumpError(f"{where} is a soft or external link", "a dump holds none: do not trust this file")
+    return h5py.h5o.open(group, name.encode())
 
 
 def _check_storage(dataset: h5d.DatasetID, where: str, file_size: int) -> None:
