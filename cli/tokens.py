@@ -19,7 +19,7 @@ grid_group = common.option("Grid")
 
 UPDATE = ("clip_epsilon", "kl_coef", "cliprange_value", "vf_coef", "early_stop_kl", "accumulation_steps")
 """Options that are the fields of probe.compare.ppo.PPOConfig, which holds their defaults and checks them."""
-REPEATED = ("ppo", *UPDATE, "temperature", "top_p", "trust", "samples", "positions", "tokenizer")
+REPEATED = ("ppo", *UPDATE, "temperature", "top_p", "trust", "loose", "samples", "positions", "tokenizer")
 """Options that a command to run next repeats where they were given."""
 
 
@@ -36,7 +36,7 @@ REPEATED = ("ppo", *UPDATE, "temperature", "top_p", "trust", "samples", "positio
 @click.argument("source2", required=False, type=click.Path(path_type=Path))
 @report_options
 @source_group("--temperature", metavar="X", type=float, help="Temperature that the rollout of files sampled with.")
-@source_group("--top-p", metavar="X", type=float, help="Top-p that it sampled with.")
+@source_group("--top-p", metavar="X", type=float, help="Top-p that the rollout of files sampled with.")
 @source_group(
     "--tokenizer",
     metavar="PATH",
@@ -44,6 +44,7 @@ REPEATED = ("ppo", *UPDATE, "temperature", "top_p", "trust", "samples", "positio
     help="tokenizer.json, or a folder with one: spells the ids of files out.",
 )
 @source_group("--trust", is_flag=True, help="Unpickle verl's gen_batch.dp: that can run any code that is in the file.")
+@source_group("--loose", is_flag=True, help="Ranges of mixture-of-experts models and quantised rollouts.")
 @update_group(
     "--ppo",
     metavar="FILE",

@@ -36,6 +36,12 @@ ALONE = 0.3
 """Likelihood below which a token is hardly ever the only one that top-p keeps, whatever the temperature: one of 0.3 is
 at temperature 0.7 and top-p 0.9 where the rest is spread over some thousand tokens."""
 
+CERTAIN = 0.99
+"""Likelihood from which an exact zero is no wonder."""
+
+UNLIKELY_ZEROS = 0.1
+"""Share of a side's zeros that must have likelihoods below ALONE: noise alone puts fewer there."""
+
 SIMPLER = 3.0
 """How many times as much an explanation with one parameter may leave as one with two, and still be taken."""
 
@@ -348,12 +354,12 @@ def zero_filled(values: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """Return bool [n]: log-probs that are exactly zero where the reference (NaN: unknown) says a likelihood below 0.99.
 
     A certain token has a log-prob of zero; in fp32 it rounds to it from a likelihood of 1 - 3e-8 on. So has one that
-    top-p kept alone: where none of the zeros is below ALONE, nothing was left out.
+    top-p kept alone: where hardly any of the zeros are below ALONE, nothing was left out.
     """
     known = np.isfinite(reference)
-    zero = (values == 0) & (~known | (reference < np.log(0.99)))
+    zero = (values == 0) & (~known | (reference < np.log(CERTAIN)))
     told = reference[zero & known]
-    return np.asarray(zero & (not len(told) or float(told.min()) < np.log(ALONE)))
+    return np.asarray(zero & (not len(told) or float((told < np.log(ALONE)).mean()) >= UNLIKELY_ZEROS))
 
 
 def one_signed(x: np.ndarray, y: np.ndarray, noise: float) -> float:

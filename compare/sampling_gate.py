@@ -25,9 +25,10 @@ from probe.compare.sequences import SequenceJoin, sequence_labels
 from probe.compare.side import Side
 from probe.compare.tokens.batch import infinite_tokens, not_finite_findings, origin_of
 from probe.compare.tokens.declared import SUBJECT, declared_apart, held_against, in_words, misdeclared, unfit_for_ratio
+from probe.compare.tokens.fills import OTHER, zero_filled_finding
 from probe.compare.tokens.join import JoinedTokens, join_tokens
 from probe.compare.tokens.meaning import SOURCES, Sources, choose_sources
-from probe.compare.tokens.semantics import OTHER, multiple_finding, zero_filled_finding
+from probe.compare.tokens.semantics import multiple_finding
 from probe.sampling import Semantics, drawn_from, engine_semantics
 from probe.store.reader import Dump
 

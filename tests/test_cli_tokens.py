@@ -84,6 +84,13 @@ def called(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
 # -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
+def test_experts_are_held_against_the_wider_ranges(called: Any, tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", **arrays(0.05))
+    assert [called("x.npz", *words)[0] for words in ([], ["--loose"])] == [1, 0]
+    status, out, _ = called("x.npz", "--loose", "--json")
+    assert status == 0 and "--loose" in json.loads(out)["next_commands"][-1]
+
+
 @pytest.mark.parametrize(
     ("name", "status", "verdict"),
     [

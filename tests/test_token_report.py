@@ -278,3 +278,28 @@ def test_infinite_log_probs_of_a_dump_are_listed_and_those_not_returned_are_not(
     assert tokens["not_finite"] == [{"side": "a", "kind": "-inf", "count": 1, **where}]
     assert report["verdict"] == "divergent" and "1 log-prob not finite" in report["headline"]
     assert any(sentence.startswith("1 log-prob of a: -inf") for sentence in report["not_compared"])
+
+
+def test_tokens_that_do_not_belong_together_are_not_to_be_corrected(tmp_path, rollout):
+    """GIVEN an actor's rows in another order, THEN importance sampling is no advice."""
+    mixed = rollout | {"old_log_probs": rollout["old_log_probs"][::-1], "response_mask": np.ones(SHAPE, bool)}
+    del mixed["responses"]
+    report = report_of(tmp_path, mixed)
+    assert report["verdict"] == "suspect" and report["findings"] == []
+    assert "do not seem to belong together" in report["summary"] and "same order" in report["summary"]
+    assert "correct them" not in report["summary"] and "Corrections would touch" not in report["summary"]
+
+
+def test_plus_and_minus_infinity_get_their_own_advice(tmp_path, rollout):
+    for value, words in ((np.inf, "no likelihood exceeds 1"), (-np.inf, "a likelihood above 0")):
+        values = rollout["old_log_probs"].copy()
+        values[2, 3] = value
+        summary = report_of(tmp_path, rollout | {"old_log_probs": values})["summary"]
+        assert words in summary
+
+
+def test_no_dash_stands_for_probabilities_beyond_float64(tmp_path, rollout):
+    values = rollout["old_log_probs"].copy()
+    values[2, 3] = 800.0
+    summary = report_of(tmp_path, rollout | {"old_log_probs": values})["summary"]
+    assert "by -" not in summary and "1 value of b is above 0" in summary and "?." not in summary

@@ -31,6 +31,7 @@ from token_files import (
 from probe.compare.tokens.batch import TokenBatch
 from probe.compare.tokens.read import read_columns
 from probe.compare.tokens.read.names import FILE_COLUMNS, resolve
+from probe.compare.tokens.run import compare_token_sources
 from probe.errors import CompareError, DumpError, TokensError, UsageError
 from probe.sampling import Semantics
 from probe.store.reader import open_dump
@@ -180,6 +181,34 @@ def test_without_any_mask_a_response_ends_where_both_sides_say_nothing(tmp_path:
     assert any("no mask" in note and "3 cells" in note for note in batch.notes)
 
 
+@pytest.mark.parametrize("padding", [(-1.0, -1.0), (-1.0, 0.0), (151643.0, -100.0), (np.nan, -1.0)])
+@pytest.mark.parametrize("together", [True, False])
+def test_without_any_mask_a_constant_at_the_end_of_most_rows_is_padding(
+    tmp_path: Path, padding: tuple[float, float], together: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    lengths = [3, 8, 5, 5]
+    sides = []
+    for value in padding:
+        sides.append(-rng.exponential(size=(4, 8)))
+        for row, length in enumerate(lengths):
+            sides[-1][row, length:] = value
+    if together:
+        batch = read(arrays(tmp_path / "x.npz", rollout_log_probs=sides[0], old_log_probs=sides[1]))
+    else:
+        batch = read(*(arrays(tmp_path / f"{n}.npz", log_probs=side) for n, side in enumerate(sides)))
+    assert batch.valid.tolist() == lengths and not batch.not_finite and batch.lone == (0, 0)
+    assert any("11 cells of it at the ends of rows count as padding" in note for note in batch.notes)
+
+
+def test_without_any_mask_a_constant_in_few_rows_or_whole_rows_is_no_padding(tmp_path: Path) -> None:
+    scores = -np.random.default_rng(0).exponential(size=(4, 6))
+    few, whole = scores.copy(), np.full((4, 6), -1.0)
+    few[:2, 3:] = -1.0
+    for own in (few, whole):
+        assert read(arrays(tmp_path / "x.npz", rollout_log_probs=own, old_log_probs=scores)).valid.tolist() == [6] * 4
+
+
 def test_a_mask_without_a_token_gives_an_empty_batch(tmp_path: Path) -> None:
     batch = read(arrays(tmp_path / "x.npz", rollout_log_probs=A2, old_log_probs=A2, response_mask=np.zeros((2, 3))))
     assert len(batch) == 0 and batch.valid.tolist() == [0, 0] and batch.labels == ["s0", "s1"]
@@ -232,6 +261,15 @@ def test_a_mask_in_one_of_two_files_counts_for_both(tmp_path: Path) -> None:
         batch = read(*paths)
         assert batch.position.tolist() == [0, 2, 0] and batch.lone == (0, 0)
         assert any("only" in note and "b.npz" in note for note in batch.notes)
+
+
+def test_files_are_held_against_the_wider_ranges_where_they_are_declared_so(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    a = -2 - rng.exponential(size=(4, 50))
+    both = {"rollout_log_probs": a, "old_log_probs": a + rng.normal(0, 0.05, a.shape), "response_mask": a < 0}
+    path = arrays(tmp_path / "x.npz", **both)
+    for loose, verdict in ((False, "suspect"), (True, "consistent")):
+        assert compare_token_sources([path], loose=loose)["verdict"] == verdict
 
 
 # -- two files --------------------------------------------------------------------------------------------------------
@@ -305,11 +343,81 @@ def test_sequences_without_a_partner_are_left_out_and_noted(tmp_path: Path) -> N
     lines = [{"uid": uid, "log_probs": [-1]} for uid in ("x", "y", "z")]
     a, b = write_jsonl(tmp_path / "a", lines), write_jsonl(tmp_path / "b", lines[1:])
     batch = read(a, b)
-    assert batch.labels == ["y", "z"] and any("1 sequence of" in note for note in batch.notes)
+    assert batch.labels == ["y", "z"] and [left.split("/")[-1] for left in batch.left_out] == ["a: no partner"]
     with pytest.raises(CompareError, match="no sequence of"):
         read(a, write_jsonl(tmp_path / "c", [{"uid": "w", "log_probs": [-1]}]))
     with pytest.raises(CompareError, match="two sequences of"):
         read(write_jsonl(tmp_path / "d", [line | {"sample": 0, "uid": "x"} for line in lines]), b)
+
+
+def sampled(path: Path, lengths: list[int], order: list[int], **fields: list[Any]) -> Path:
+    """Write samples of one prompt, log-probs -1, -2, ... by sample, in some order, without sample numbers."""
+    lines = [{"uid": "p", "log_probs": [-1.0 - n] * lengths[n], **{k: v[n] for k, v in fields.items()}} for n in order]
+    return write_jsonl(path, lines)
+
+
+def test_samples_without_numbers_join_by_their_length(tmp_path: Path) -> None:
+    a, b = (sampled(tmp_path / name, [2, 4, 1], order) for name, order in (("a", [0, 1, 2]), ("b", [2, 1, 0])))
+    batch = read(a, b)
+    assert batch.a is not None and len(batch) == 7 and np.array_equal(batch.a, batch.b)
+    assert any("by their length" in note for note in batch.notes)
+
+
+def test_samples_without_numbers_join_by_token_ids(tmp_path: Path) -> None:
+    ids = [[5], [5, 6], [7, 8]]
+    a, b = (sampled(tmp_path / n, [1, 2, 2], o, responses=ids) for n, o in (("a", [0, 1, 2]), ("b", [2, 1, 0])))
+    batch = read(a, b)
+    assert batch.a is not None and len(batch) == 5 and np.array_equal(batch.a, batch.b)
+
+
+def test_samples_that_nothing_tells_apart_are_refused_or_joined_by_order_aloud(tmp_path: Path) -> None:
+    a, b = (sampled(tmp_path / name, [2, 2, 2], [0, 1, 2]) for name in "ab")
+    batch = read(a, b)
+    assert len(batch) == 6 and any("wrong if one file was reordered" in note for note in batch.notes)
+    other = sampled(tmp_path / "c", [2, 2, 2], [0, 1])
+    with pytest.raises(CompareError, match=r"the uid p names 3 sequences of .*add sample numbers or token ids"):
+        read(a, other)
+    lines = [{"uid": uid, "log_probs": [-1.0, -1.0]} for uid in "ppq"]
+    first, second = write_jsonl(tmp_path / "d", lines), write_jsonl(tmp_path / "e", lines[::-1])
+    with pytest.raises(CompareError, match="the uid p names 2 sequences"):
+        read(first, second)
+    longer = sampled(tmp_path / "f", [2, 2, 3], [0, 1, 2])
+    with pytest.raises(CompareError, match="nothing tells apart"):
+        read(a, longer)
+    with pytest.raises(CompareError, match="nothing tells apart"):  # advantages too
+        one = read(write_jsonl(tmp_path / "g", [{**line, "old_log_probs": [-1, -1]} | ROLLOUT for line in lines]))
+        read_columns(write_jsonl(tmp_path / "h", [{"uid": u, "advantages": [1, 1]} for u in "qpp"]), one)
+
+
+ROLLOUT = {"rollout_log_probs": [-1, -1]}
+
+
+def test_sample_numbers_on_both_sides_join_in_any_order(tmp_path: Path) -> None:
+    samples = [0, 1, 2]
+    a, b = (sampled(tmp_path / n, [2, 2, 2], o, sample=samples) for n, o in (("a", [0, 1, 2]), ("b", [2, 0, 1])))
+    batch = read(a, b)
+    assert batch.a is not None and len(batch) == 6 and np.array_equal(batch.a, batch.b)
+
+
+@pytest.mark.parametrize("uid", [True, False])
+@pytest.mark.parametrize("cut", [0, 1, 4])
+def test_responses_that_part_are_compared_up_to_there_without_prompts(tmp_path: Path, uid: bool, cut: int) -> None:
+    lines = [
+        {"responses": [10 * n + k for k in range(5)], "log_probs": [-1.0] * 5, **({"uid": f"u{n}"} if uid else {})}
+        for n in range(3)
+    ]
+    empty = {"responses": [], "log_probs": [], **({"uid": "none"} if uid else {})}
+    others = [dict(line) for line in lines]
+    others[1]["responses"] = [*lines[1]["responses"][:cut], 99, *lines[1]["responses"][cut + 1 :]]
+    a = write_jsonl(tmp_path / "a", [*lines, empty])
+    b = write_jsonl(tmp_path / "b", [*others, empty][:: -1 if uid else 1])
+    batch = read(a, b)
+    assert batch.valid.tolist() == ([5, cut, 5, 0] if cut else [5, 5, 0])
+    report = compare_token_sources([a, b])
+    if cut:
+        assert "1 sequence from the first token id on that differs" in report["not_compared"]
+    else:
+        assert [f"1 sequence of {path}: no partner" in report["not_compared"] for path in (a, b)] == [True, True]
 
 
 def test_a_file_of_both_sides_can_be_one_side(tmp_path: Path) -> None:
@@ -532,6 +640,39 @@ def test_columns_join_by_uid_whatever_the_uids_look_like(tmp_path: Path) -> None
         other_order = [{"uid": uid, "advantages": [float(at)]} for at, uid in reversed([*enumerate(uids)])]
         read_columns(write_jsonl(tmp_path / f"{name} ppo", other_order), batch)
         assert batch.columns["advantages"].tolist() == [0.0, 1.0], name
+
+
+def test_one_advantage_per_sequence_in_a_file_of_its_own(tmp_path: Path) -> None:
+    scores, mask = np.full((2, 3), -1.0), [[1, 1, 1], [1, 0, 0]]
+    fields = {"rollout_log_probs": scores, "old_log_probs": scores, "response_mask": mask}
+    path, named = arrays(tmp_path / "x.npz", **fields), arrays(tmp_path / "y.npz", uid=["x", "y"], **fields)
+    lines = [{"uid": uid, "advantages": value} for uid, value in (("y", 7.0), ("x", 5.0), ("z", 6.0))]
+    with_ids = arrays(tmp_path / "i.npz", responses=np.arange(6).reshape(2, 3), uid=["x", "y"], **fields)
+    for source, columns in (
+        (path, arrays(tmp_path / "p.npz", advantages=[5.0, 7.0])),
+        (named, write_jsonl(tmp_path / "p.jsonl", lines)),
+        (with_ids, write_parquet(tmp_path / "p.parquet", lines)),
+    ):
+        batch = read(source)
+        read_columns(columns, batch)
+        assert batch.columns["advantages"].tolist() == [5, 5, 5, 7]
+    with pytest.raises(CompareError, match="join by"):
+        read_columns(arrays(tmp_path / "q.npz", advantages=[5.0]), read(path))
+    with pytest.raises(TokensError, match="no column of the PPO update"):
+        read_columns(arrays(tmp_path / "q.npz", uid=["x"]), read(path))
+    same = [{"uid": "x", "advantages": value} for value in (1.0, 2.0)]
+    batch = read(arrays(tmp_path / "z.npz", uid=["x", "x"], **fields))
+    read_columns(write_jsonl(tmp_path / "q", same), batch)
+    assert batch.columns["advantages"].tolist() == [1, 1, 1, 2]
+    assert any("wrong if one file was reordered" in note for note in batch.notes)
+
+
+def test_an_update_of_nothing_is_no_trouble(tmp_path: Path) -> None:
+    path = arrays(
+        tmp_path / "x.npz", rollout_log_probs=A2, old_log_probs=A2, response_mask=0 * A2, advantages=np.ones(2)
+    )
+    report = compare_token_sources([path], ppo=path)
+    assert report["verdict"] == "incomparable" and any("nothing of" in note for note in report["notes"])
 
 
 def test_tokens_that_the_columns_lack_are_nan(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "other width": (npz(old_log_probs=A2[:, :2]), "values in sequence 0"),
     "other count": (npz(old_log_probs=A2[:1]), "1 sequence"),
     "three axes": (npz(old_log_probs=A2[..., None]), "shape"),
-    "one axis": (npz(rollout_log_probs=A2[0], old_log_probs=A2[0]), "holds no log-probs"),
+    "one axis": (npz(rollout_log_probs=A2[0], old_log_probs=A2[0]), "has the shape (3,): it must be [sequences"),
     "short mask": (npz(response_mask=np.ones((2, 2))), "values in sequence 0"),
     "NaN in the mask": (npz(response_mask=A2 * np.nan), "whole numbers"),
     "text as log-probs": (npz(old_log_probs=np.array([["a"] * 3] * 2)), "must hold numbers"),

@@ -153,7 +153,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "logprob-shift": Cause("log-probs are one token off", "log-prob of token p comes from row p - 1: check the slice"),
     "zero-filled-logprobs": Cause(
-        "log-probs are filled with zeros", "check padding, cached prefixes, and prompt_logprobs"
+        "log-probs are filled with zeros or another constant", "check padding, cached prefixes, and prompt_logprobs"
     ),
     "raw-logprobs": Cause(
         "raw log-probs where processed ones are meant, or the reverse", "set logprobs_mode on the rollout"

@@ -108,16 +108,17 @@ class TokenBatch:
     ``token`` int64 [N] is the id, -1 where unknown; ``a`` (rollout) and ``b`` (actor) float64 [N] are log-probs, all
     finite, both None where a monitor stored only their ``prob_diff`` |exp(a) - exp(b)|, float64 [N].
 
-    Of the sequences: ``labels`` [S] (``named``: they are the uids of a file); ``step`` int64 [S], -1 where unknown;
-    ``start`` int64 [S] is the length of the prompt, 0 where unknown; ``valid`` int64 [S] counts the tokens inside the
-    mask, finite or not; ``ids`` are all known token ids of each, the prompt's first, empty where unknown. ``width`` is
-    the length of the longest response, padding included.
+    Of the sequences: ``labels`` [S]; ``uids`` [S] and ``samples`` int64 [S] as a file has them, else None; ``step``
+    int64 [S], -1 where unknown; ``start`` int64 [S] is the length of the prompt, 0 where unknown; ``valid`` int64 [S]
+    counts the tokens inside the mask, finite or not; ``ids`` are all known token ids of each, the prompt's first, empty
+    where unknown. ``width`` is the length of the longest response, padding included.
 
     ``columns`` (names: COLUMNS) float64 [N] are NaN where unknown. ``rows`` are logits of some of the tokens, of side
     ``rows_of``, and ``rows_at`` int64 says which. ``lone`` counts for each side tokens of which only it has a log-prob,
     ``lone_last`` the sequences whose last token inside either mask is one of these. ``loose``: a side is a mixture of
     experts or quantised, so that the looser ends of healthy ranges hold (compare/diagnose/action.py). ``notes``: one
-    sentence for each thing to know of how the sources were read and joined.
+    sentence for each thing to know of how the sources were read and joined. ``left_out``: what of the sources is in no
+    figure because the two do not share it.
     """
 
     sequence: np.ndarray
@@ -140,9 +141,11 @@ class TokenBatch:
     rows_at: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     lone: tuple[int, int] = (0, 0)
     lone_last: tuple[int, int] = (0, 0)
-    named: bool = False
+    uids: list[str] | None = None
+    samples: np.ndarray | None = None
     loose: bool = False
     notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.sequence)

@@ -78,11 +78,29 @@ def unfit_for_ratio(origins: Sequence[Origin]) -> list[GateFinding]:
     return found
 
 
-def held_against(name: str, rows: Rows, declared: Semantics, drawn: Semantics) -> Iterator[GateFinding]:
+def raw_though_drawn(name: str, rows: Rows, drawn: Semantics) -> Iterator[GateFinding]:
+    """Yield a finding where logits prove log-probs raw whose tokens were ``drawn`` from another distribution.
+
+    For log-probs of which nothing declares what they are of: those of a file that says what the rollout sampled with.
+    """
+    raw, stated = scores(rows.logits, rows.tokens), processed_scores(rows.logits, rows.tokens, drawn)
+    lies, expected = (float(np.abs(rows.logprobs - values).mean()) for values in (raw, stated))
+    if lies <= rows.tolerance and lies < expected / 2 and expected > rows.tolerance:
+        text = (
+            f"{name} sampled with temperature {drawn.temperature:g} and top-p {drawn.top_p:g}, but its log-probs are "
+            "those of the untouched logits: a PPO ratio over its samples needs processed_logprobs"
+        )
+        figures: dict[str, float | int | str] = {"temperature": drawn.temperature, "top_p": drawn.top_p}
+        yield GateFinding("raw-logprobs", SUBJECT, name, text, {**figures, "nats": expected})
+
+
+def held_against(name: str, rows: Rows, said: Semantics | None, drawn: Semantics) -> Iterator[GateFinding]:
     """Yield a finding where a side's log-probs are not what it declares, given its own logits.
 
-    ``name``: the side; ``drawn``: the distribution that the run says it drew from, which its log-probs may be of.
+    ``name``: the side; ``said``: what it declares, None where nothing does; ``drawn``: the distribution that the run
+    says it drew from, which its log-probs may be of.
     """
+    declared = said or Semantics()
     apart = float(np.abs(rows.logprobs - scores(rows.logits, rows.tokens)).mean())
     if declared != Semantics():
         stated = processed_scores(rows.logits, rows.tokens, declared)
@@ -99,7 +117,7 @@ def held_against(name: str, rows: Rows, declared: Semantics, drawn: Semantics) -
         return
     fit = explain(rows, tuple({declared.temperature, drawn.temperature} - {1.0}))
     if fit is not None:
-        yield from misdeclared(name, fit, declared, apart)
+        yield from misdeclared(name, fit, said, apart, drawn=drawn)
     elif declared.top_p == 1:
         yield from _lost(name, rows, apart)
 
@@ -119,12 +137,19 @@ def _lost(name: str, rows: Rows, apart: float) -> Iterator[GateFinding]:
         yield GateFinding("logprob-source", SUBJECT, name, text, {"nats": apart, "rounding": rows.rounding})
 
 
-def misdeclared(name: str, fit: Fit, declared: Semantics, apart: float, of: str = "") -> Iterator[GateFinding]:
-    """Yield one finding for each part of a fitted distribution, unless it is the one that the run declares."""
-    if _as_declared(fit.figures, declared):
+def misdeclared(
+    name: str, fit: Fit, said: Semantics | None, apart: float, of: str = "", drawn: Semantics | None = None
+) -> Iterator[GateFinding]:
+    """Yield one finding for each part of a fitted distribution, unless it is the one that the run declares (``said``,
+    None where nothing does). ``of``: whose logits were fitted, where they are the other side's.
+    """
+    if _as_declared(fit.figures, said or Semantics()):
         return
+    as_drawn = drawn is not None and drawn != Semantics() and _as_declared(fit.figures, drawn)
+    sampled = "as its tokens were sampled and " if as_drawn else ""
+    against = f"{sampled}unlike those of the other side" if said is None else f"not as declared {_declared(said)}"
     for cause, words in fit.parts:
-        text = f"the log-probs of {name} are {words}{of}, not as declared {_declared(declared)}"
+        text = f"the log-probs of {name} are {words}{of}, {against}"
         yield GateFinding(cause, SUBJECT, name, text, {**fit.figures, "nats": apart})
 
 

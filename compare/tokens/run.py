@@ -29,6 +29,7 @@ def compare_token_sources(
     ppo: str | Path | None = None,
     config: PPOConfig | None = None,
     trust: bool = False,
+    loose: bool = False,
     temperature: float | None = None,
     top_p: float | None = None,
     tokenizer: str | Path | None = None,
@@ -40,11 +41,12 @@ def compare_token_sources(
     """Compare the log-probs of one or two sources and return the report (the content of ``tokens.json``).
 
     ``paths``: the rollout's source, then the actor's where it is another one; ``ppo``: a source of advantages and what
-    else the update needs, ``config``: the update's numbers; ``trust``: unpickle verl's batches; ``temperature`` and
-    ``top_p``: what the rollout of files sampled with; ``tokenizer``: decodes ids (``text``: whether to at all);
-    ``samples`` and ``positions``: size of the grid; ``words``: the options as a command line repeats them. Raises
-    UsageError for sources that do not go together, CompareError where they have no sequence in common or no log-probs,
-    TokensError or DumpError for one that cannot be read.
+    else the update needs, ``config``: the update's numbers; ``trust``: unpickle verl's batches; ``loose``: the healthy
+    ranges are those of mixtures of experts and quantised rollouts; ``temperature`` and ``top_p``: what the rollout of
+    files sampled with; ``tokenizer``: decodes ids (``text``: whether to at all); ``samples`` and ``positions``: size of
+    the grid; ``words``: the options as a command line repeats them. Raises UsageError for sources that do not go
+    together, CompareError where they have no sequence in common or no log-probs, TokensError or DumpError for one that
+    cannot be read.
     """
     batch, decode = read_sources(
         [Path(path) for path in paths],
@@ -53,6 +55,7 @@ def compare_token_sources(
         top_p=top_p,
         tokenizer=None if tokenizer is None else Path(tokenizer),
     )
+    batch.loose = batch.loose or loose
     if ppo is not None:
         read_columns(Path(ppo), batch, trust=trust)
     made = token_report(batch, decode if text else None, config or PPOConfig(), samples, positions)
@@ -87,7 +90,7 @@ def _report(
         "verdict": verdict(batch, findings, figures),
         "headline": "",
         "summary": "",
-        "not_compared": not_compared(batch),
+        "not_compared": [*not_compared(batch), *batch.left_out],
         "notes": list(batch.notes),
         "findings": [asdict(finding) for finding in findings],
         "counts": counts(batch),

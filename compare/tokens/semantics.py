@@ -18,31 +18,48 @@ from probe.compare.sampling_fits import (
     FEW,
     SHIFT_NATS,
     SHIFT_SHARE,
+    Rows,
     bare_factor,
     explain,
     one_signed,
     scores,
-    shift_between,
     sloped,
-    zero_filled,
 )
 from probe.compare.tokens.batch import TokenBatch
-from probe.compare.tokens.declared import SUBJECT, declared_apart, held_against, misdeclared, unfit_for_ratio
+from probe.compare.tokens.declared import (
+    SUBJECT,
+    declared_apart,
+    held_against,
+    misdeclared,
+    raw_though_drawn,
+    unfit_for_ratio,
+)
+from probe.compare.tokens.fills import (
+    OTHER,
+    above_zero,
+    constants,
+    copied,
+    ends,
+    floors,
+    lengths,
+    sides_of,
+    starts,
+    zeros,
+)
+from probe.compare.tokens.shifts import shifted
 from probe.sampling import Semantics
 
-OTHER = {"a": "b", "b": "a"}
-FILLED = FEW // 2
-"""Equal values in one sequence, or at the floor of all, below which they may be chance."""
-ROUNDED_ABOVE = 1e-3
-"""Nats that rounding may lift a log-prob above 0: an fp32 sum over 150,000 probabilities is off by 1e-5 at most."""
 HEALTHY_NATS = 0.05
 """Mean |D| of two healthy bf16 engines, 0.01 to 0.04 (docs/tokens.md), rounded up: what a distribution fitted to the
 other side's logits may leave."""
+TOGETHER = 0.25
+"""Share of their distance from the raw log-probs that two sides may part by where both are of one and the same other
+distribution."""
+RARE = 0.01
+"""Share of the tokens that may be as far off as they like: one odd token decides nothing."""
 SHARP = 0.9
 """Share of the tokens beyond a likelihood whose log-prob is 0 where top-p leaves the likeliest token alone from there
 on; of values that noise lifts to 0, some half."""
-FLOOR_BIN = 2.0**-7
-"""Relative spacing of bf16 values, at most: the width of the bin beside the lowest value."""
 
 
 def find_semantics(batch: TokenBatch) -> list[GateFinding]:
@@ -50,7 +67,7 @@ def find_semantics(batch: TokenBatch) -> list[GateFinding]:
 
     Causes are slugs of docs/diagnosis.md. With a monitor's batch, which holds only |p - q|, a copy is all that shows.
     """
-    found = [*_copied(batch), *_lengths(batch)]
+    found = [*copied(batch), *lengths(batch)]
     if (
         not len(batch)
         or batch.a is None
@@ -59,125 +76,15 @@ def find_semantics(batch: TokenBatch) -> list[GateFinding]:
     ):
         return found
     aside = np.zeros(len(batch), bool)
-    for look in (_above_zero, _zeros, _floors, _ends):
+    for look in (above_zero, shifted, zeros, floors, constants, starts, ends):
         for finding, tokens in look(batch, aside):
             found.append(finding)
             aside |= tokens
-    found += _distributions(batch, ~aside)
+    named = {finding.cause for finding in found}
+    if "logprob-shift" not in named:
+        found += _distributions(batch, ~aside)
     named = {finding.cause for finding in found}
     return found + [finding for finding in _declared(batch) if finding.cause not in named]
-
-
-# -- values that are no log-probs -------------------------------------------------------------------------------------
-
-Found = Iterator[tuple[GateFinding, np.ndarray]]
-"""A finding, and which tokens it takes out of the search that follows: bool [N]."""
-
-
-def _copied(batch: TokenBatch) -> Iterator[GateFinding]:
-    """Yield bypass mode: both sides are one array. Two dumps of one engine may well agree to the last bit."""
-    if len(batch) < FEW or {origin.kind for origin in batch.origins} == {"dump"}:
-        return
-    if batch.a is None or batch.b is None:
-        same, what = not np.any(batch.prob_diff), "all differences of the probabilities are exactly 0"
-    else:
-        same = np.array_equal(batch.a, batch.b) and bool(np.any(batch.a))
-        what = f"the log-probs of all {counted(len(batch), 'token')} have the same bits on both sides"
-    if same:
-        text = f"{what}: one is a copy of the other (bypass mode), so that their difference says nothing"
-        yield GateFinding("bypassed-logprobs", SUBJECT, "both", text, {"tokens": len(batch)})
-
-
-def _lengths(batch: TokenBatch) -> Iterator[GateFinding]:
-    """Yield sequences that one side ends earlier than the other: an end-of-text token that it leaves out."""
-    for name, sequences in zip("ab", batch.lone_last):
-        if sequences >= max(2, len(batch.labels) // 2):
-            text = (
-                f"{counted(sequences, 'sequence')} of {len(batch.labels)} end one token or more later in {name}: "
-                f"{OTHER[name]} has no log-prob of their last tokens (the end-of-text token?)"
-            )
-            yield GateFinding("length-mismatch", SUBJECT, OTHER[name], text, {"sequences": sequences})
-
-
-def _sides(batch: TokenBatch) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Yield each side's name, its log-probs and the other's."""
-    assert batch.a is not None and batch.b is not None
-    yield "a", batch.a, batch.b
-    yield "b", batch.b, batch.a
-
-
-def _above_zero(batch: TokenBatch, aside: np.ndarray) -> Found:
-    for name, values, _ in _sides(batch):
-        above = values > ROUNDED_ABOVE
-        if above.any():
-            count, most = int(above.sum()), float(values.max())
-            what = "likelihoods, or losses" if count > len(values) // 2 else "ids of padding, or a mask that lets it in"
-            text = f"{counted(count, 'value')} of {name} are above 0 (up to {most:.4g}), which no log-prob is: {what}?"
-            yield GateFinding("not-logprobs", SUBJECT, name, text, {"tokens": count, "highest": most}), above
-
-
-def _zeros(batch: TokenBatch, aside: np.ndarray) -> Found:
-    """Yield sequences with exact zeros where the other side is far from certain."""
-    for name, values, other in _sides(batch):
-        zero = zero_filled(values, other) & ~aside
-        counts = np.bincount(batch.sequence[zero], minlength=len(batch.labels))
-        dense = counts >= FILLED
-        if not dense.any():
-            continue
-        zero &= dense[batch.sequence]
-        first = batch.labels[int(np.argmax(dense))]
-        yield zero_filled_finding(name, int(zero.sum()), int(dense.sum()), first), zero
-
-
-def zero_filled_finding(name: str, tokens: int, sequences: int, first: str) -> GateFinding:
-    """Return the finding that a side (``name``) has log-probs of exactly zero, what an array holds when it is made.
-
-    ``tokens`` and ``sequences``: how many; ``first``: the label of the first of the sequences.
-    """
-    text = f"{counted(tokens, 'log-prob')} of {name} in {counted(sequences, 'sequence')} are exactly zero"
-    figures: dict[str, float | int | str] = {"tokens": tokens, "sequences": sequences, "first": first}
-    more = f"{text} (first {first}): never filled in"
-    return GateFinding("zero-filled-logprobs", SUBJECT, name, more, figures)
-
-
-def _floors(batch: TokenBatch, aside: np.ndarray) -> Found:
-    """Yield a clamp from below: many values at exactly the lowest, of which the other side says less, or the same.
-
-    Of a tail that falls off, the bin next to the lowest value holds more than the lowest value itself.
-    """
-    for name, values, other in _sides(batch):
-        low = float(np.where(aside, 0.0, values).min())
-        at = (values == low) & ~aside
-        count = int(at.sum())
-        beside = int(((values > low) & (values <= low - low * FLOOR_BIN) & ~aside).sum())
-        if low > -1.0 or count < FILLED or count < 2 * beside:
-            continue
-        below = float(np.maximum(low - other[at], 0.0).mean())
-        same = float((other[at] == low).mean())
-        if below > SHIFT_NATS or (same > 0.9 and count >= FEW):
-            text = f"{counted(count, 'log-prob')} of {name} are exactly {low:.6g}, the lowest value: clipped"
-            more = f"{text}, while those of {OTHER[name]} lie {below:.2g} nats lower on average" if below else text
-            figures: dict[str, float | int | str] = {"floor": low, "tokens": count, "nats": below}
-            yield GateFinding("clipped-logprobs", SUBJECT, name, more, figures), at
-
-
-def _ends(batch: TokenBatch, aside: np.ndarray) -> Found:
-    """Yield one value at the last token of many sequences: a side that has no log-prob of the end-of-text token."""
-    last = np.append(np.diff(batch.sequence) != 0, True) & ~aside
-    for name, values, other in _sides(batch):
-        ends, told = values[last], other[last]
-        if not len(ends):
-            continue
-        value, times = np.unique(ends, return_counts=True)
-        filler = float(value[times.argmax()])
-        odd = last & (values == filler) & (np.abs(other - filler) > SHIFT_NATS)
-        rare = int((values == filler).sum()) <= 2 * int(odd.sum())
-        if odd.sum() >= max(FILLED, len(ends) // 2) and rare and not np.all(told == told[0]):
-            count = int(odd.sum())
-            text = f"the log-probs of {name} at the last token of {counted(count, 'sequence')} are all {filler:.6g}"
-            more = f"{text}: it has none of the end-of-text token, or is one token short"
-            figures: dict[str, float | int | str] = {"sequences": count, "value": filler}
-            yield GateFinding("length-mismatch", SUBJECT, name, more, figures), odd
 
 
 # -- another distribution ---------------------------------------------------------------------------------------------
@@ -186,39 +93,53 @@ def _ends(batch: TokenBatch, aside: np.ndarray) -> Found:
 def _distributions(batch: TokenBatch, kept: np.ndarray) -> list[GateFinding]:
     """Return a shift by one token, else what the logits say, else what the two columns alone show."""
     assert batch.a is not None and batch.b is not None
-    sequence, position, a, b = (values[kept] for values in (batch.sequence, batch.position, batch.a, batch.b))
+    a, b = batch.a[kept], batch.b[kept]
     if len(a) < FEW:
         return []
-    shift = shift_between(sequence, position, a, b)
-    if shift:
-        text = f"the log-probs of a fit those of b only when moved by {shift:+d} token: one side's are assigned to the"
-        return [GateFinding("logprob-shift", SUBJECT, "unknown", f"{text} wrong tokens", {"shift": shift})]
+    # once more where what was no log-prob is left out now
+    shift = None if kept.all() else next(shifted(batch, ~kept), None)
+    if shift is not None:
+        return [shift[0]]
+    found = []
     if batch.rows is not None and kept[batch.rows_at].sum() >= FEW:
-        return [*_given_logits(batch, kept)]
-    return [*_alone(batch, a, b)]
+        found = _given_logits(batch, batch.rows, kept)
+    return found or ([] if declared_apart(batch.origins) else [*_alone(batch, a, b)])
 
 
-def _given_logits(batch: TokenBatch, kept: np.ndarray) -> Iterator[GateFinding]:
-    """Yield what each side's log-probs are, given logits of one side."""
-    assert batch.rows is not None
+def _given_logits(batch: TokenBatch, rows: Rows, kept: np.ndarray) -> list[GateFinding]:
+    """Return what each side's log-probs are, given logits of one side.
+
+    What nothing declares is held against the other side alone: both may be of one distribution, whichever it is.
+    """
     use = kept[batch.rows_at]
-    for (name, values, _), origin in zip(_sides(batch), batch.origins):
+    logits, tokens = rows.logits[use], rows.tokens[use]
+    raw = scores(logits, tokens)
+    found: list[GateFinding] = []
+    sides = [
+        replace(rows, logits=logits, tokens=tokens, logprobs=values[batch.rows_at[use]])
+        for _, values, _ in sides_of(batch)
+    ]
+    lies = [float(np.abs(side.logprobs - raw).mean()) for side in sides]
+    between = float(np.abs(sides[0].logprobs - sides[1].logprobs).mean())
+    alike = between <= TOGETHER * min(lies)
+    for name, side, lie, origin in zip("ab", sides, lies, batch.origins):
         own = name == batch.rows_of
-        rows = replace(
-            batch.rows,
-            logits=batch.rows.logits[use],
-            tokens=batch.rows.tokens[use],
-            logprobs=values[batch.rows_at[use]],
-            tolerance=batch.rows.tolerance if own else max(batch.rows.tolerance, HEALTHY_NATS),
-        )
-        declared, drawn = origin.meaning or Semantics(), origin.sampled_at or Semantics()
-        if own:
-            yield from held_against(name, rows, declared, drawn)
+        if not own:
+            side = replace(side, tolerance=max(rows.tolerance, HEALTHY_NATS))
+        drawn = origin.sampled_at or Semantics()
+        unsaid = origin.meaning is None
+        if unsaid and name == "a" and drawn != Semantics():  # the rollout's side: the actor draws nothing
+            found += raw_though_drawn(name, side, drawn)
+        if (unsaid and alike) or any(finding.cause == "raw-logprobs" and finding.side == name for finding in found):
             continue
-        apart = float(np.abs(rows.logprobs - scores(rows.logits, rows.tokens)).mean())
-        fit = explain(rows, tuple({declared.temperature, drawn.temperature} - {1.0})) if apart > HEALTHY_NATS else None
-        if fit is not None:
-            yield from misdeclared(name, fit, declared, apart, f" of {batch.rows_of}")
+        if own:
+            found += held_against(name, side, origin.meaning, drawn)
+        elif lie > rows.tolerance:
+            declared = origin.meaning or Semantics()
+            fit = explain(side, tuple({declared.temperature, drawn.temperature} - {1.0}))
+            if fit is not None:
+                found += misdeclared(name, fit, origin.meaning, lie, f" of {batch.rows_of}", drawn)
+    return found
 
 
 def _alone(batch: TokenBatch, a: np.ndarray, b: np.ndarray) -> Iterator[GateFinding]:
@@ -260,11 +181,11 @@ def _renormalised(a: np.ndarray, b: np.ndarray, batch: TokenBatch) -> Iterator[G
     for name, values, other, origin in (("a", a, b, batch.origins[0]), ("b", b, a, batch.origins[1])):
         gain = values - other
         stated = next((m.top_p for m in (origin.meaning, origin.sampled_at) if m is not None and m.top_p < 1), 0.0)
-        most = float(gain.max())
+        most = float(np.quantile(gain, 1 - RARE))
         bound = SHIFT_NATS - np.log(stated or ALONE)
         larger = any(one_signed(values, other, noise) > 0 for noise in (SHIFT_NATS / 10, HEALTHY_NATS / 2))
         alone = (values == 0) & (other < np.log(0.99))
-        least = float(np.exp(other[alone].min())) if alone.any() else 0.0
+        least = float(np.exp(np.quantile(other[alone], RARE))) if alone.any() else 0.0
         sharp = alone.sum() >= FEW and float((values[other >= np.quantile(other[alone], 0.1)] == 0).mean()) >= SHARP
         if larger and most < bound:
             text = f"the log-probs of {name} are larger throughout, by {gain.mean():.2g} nats and at most {most:.2g}"

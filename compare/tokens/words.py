@@ -9,6 +9,7 @@ from typing import Any
 
 from probe.compare.diagnose.causes import CAUSES
 from probe.compare.report.model import counted, headline_sentence, number
+from probe.compare.sampling_gate import OTHER_DISTRIBUTION
 from probe.compare.tokens.batch import TokenBatch
 
 Report = Mapping[str, Any]
@@ -22,8 +23,13 @@ LOW_PROBABILITY = 0.1
 NOT_FINITE = {
     "nan": "a token that was sampled has a log-prob: look for padding inside the mask, and for logits that overflow",
     "inf": "a token that was sampled has a likelihood above 0: look for a mask over logits that took the token out",
+    "+inf": "no likelihood exceeds 1: look for a sum of probabilities that is 0, and for logits that overflow",
 }
 """What to check where log-probs are not finite; CAUSES speaks of tensors there."""
+
+UNRELATED = {"pearson": 0.5, "ess": 0.1}
+"""Figures below which two sides' tokens do not belong together: 0.13 was measured with wrong inputs, where engines that
+compute the same tokens reach 0.97; no mismatch of engines leaves a tenth of the samples."""
 
 CARRIED = 2.0
 """Times their share of the tokens that improbable tokens must carry of the summed difference to be worth a sentence."""
@@ -64,14 +70,25 @@ def summary(report: Report) -> str:
     off = [f"{figure['name']} is {_value(figure)} ({figure['healthy']})" for figure in _off(report)]
     parts += [f"Outside the healthy range: {', '.join(off)}."] if off else []
     if report["verdict"] in ("suspect", "divergent"):
-        parts += [*_where(report), *_corrected(report)]
+        parts += [*_where(report), *([] if _unrelated(report) else _corrected(report))]
     return " ".join([*parts, *_update(report), *_advice(report)])
 
 
 def _advice(report: Report) -> list[str]:
     if report["verdict"] == "consistent" and _monitored(report):
         return ["Nothing in these files needs correcting; how far improbable tokens' log-probs part they do not say."]
+    if report["verdict"] == "suspect" and _unrelated(report):
+        return [
+            "The tokens of the two sides do not seem to belong together, which no correction mends: check that both "
+            "hold the same token ids in the same order, and that neither is shifted."
+        ]
     return [ADVICE[report["verdict"]]]
+
+
+def _unrelated(report: Report) -> bool:
+    """Tell whether figures say that the log-probs are of different tokens, while no other distribution was found."""
+    low = [figure for figure in _off(report) if figure["value"] < UNRELATED.get(figure["name"], -math.inf)]
+    return bool(low) and not any(finding["cause"] in OTHER_DISTRIBUTION for finding in report["findings"])
 
 
 def _sentence(text: str) -> str:
@@ -93,7 +110,7 @@ def _monitored(report: Report) -> bool:
 def _check(report: Report, finding: Mapping[str, Any]) -> str:
     """Return what to check next for a finding."""
     if finding["cause"] in NOT_FINITE:
-        return NOT_FINITE[finding["cause"]]
+        return NOT_FINITE["+inf" if " +inf " in finding["text"] else finding["cause"]]
     known = CAUSES.get(finding["cause"], CAUSES["unknown"])
     a, b = (shlex.quote(report[side]["path"]) for side in "ab")
     return known.check.format(module=finding["subject"], a=a, b=b, show=f"probe show {a}")
@@ -110,9 +127,11 @@ def _difference(report: Report) -> list[str]:
     if not worst:
         return ["All log-probs are equal to the last bit."]
     tail = tokens["quantiles"]["abs_logprob_diff"]["p99"]
+    likely = tokens["mean_prob_diff"]
+    more = f"; probabilities by {number(likely)} on average" if likely is not None and math.isfinite(likely) else ""
     return [
         f"Log-probs differ by {number(mean)} nats on average, by at least {number(tail)} in the worst 1% and by "
-        f"{number(worst)} at most; probabilities by {number(tokens['mean_prob_diff'])} on average."
+        f"{number(worst)} at most{more}."
     ]
 
 

@@ -172,7 +172,10 @@ def _many(count: int, noun: str) -> str:
 
 def origin_words(origin: Mapping[str, Any]) -> str:
     """Return what one side's log-probs are: the column, of which kind of source, of which distribution."""
-    meaning = origin.get("meaning")
+    meaning, drawn = origin.get("meaning"), origin.get("sampled_at")
+    if not meaning and drawn:
+        sampled = f"temperature {number(drawn['temperature'])}, top-p {number(drawn['top_p'])}"
+        return f"sampled at {sampled}; raw or processed is not declared"
     if not meaning:
         return "distribution not declared"
     if meaning["temperature"] == 1 and meaning["top_p"] == 1:

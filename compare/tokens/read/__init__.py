@@ -94,13 +94,15 @@ def read_columns(path: Path, batch: TokenBatch, *, trust: bool = False) -> None:
     if kind == "monitor":
         raise UsageError(f"{path} is a monitor's folder", "--ppo needs a file with advantages")
     with ExitStack() as stack:
-        add_columns(_table(path, kind, trust, stack)[0], batch)
+        add_columns(_table(path, kind, trust, stack, scores=False)[0], batch)
 
 
-def _table(path: Path, kind: str, trust: bool, stack: ExitStack) -> tuple[Table, Decoder | None]:
+def _table(
+    path: Path, kind: str, trust: bool, stack: ExitStack, *, scores: bool = True
+) -> tuple[Table, Decoder | None]:
     if kind == "dump":
         return stack.enter_context(dump_table(path))
-    return make_table(READERS[kind](path, trust)), None
+    return make_table(READERS[kind](path, trust), scores=scores), None
 
 
 def _batch(tables: list[Table]) -> TokenBatch:

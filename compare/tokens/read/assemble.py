@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -54,17 +55,22 @@ def assemble(a: Reading, b: Reading, pairs: Pairs) -> TokenBatch:
     """Return the tokens that both sides have inside the mask.
 
     Where both files have a mask a token must be inside both; where only one has, that one counts. Without any, the
-    response of a sequence ends at its last cell in which a side holds a log-prob that is finite and not 0.
+    response of a sequence ends at its last cell in which a side holds a log-prob that is finite and not 0, and before
+    :func:`constant_ends`.
     """
     first = cells_of(a.table, pairs, 0)
     sides = [first, first if a.table is b.table else cells_of(b.table, pairs, 1)]
+    unmasked = a.table.mask is None and b.table.mask is None
+    if unmasked:
+        constants = [constant_ends(reading) for reading in (a, b)]
+        sides = _without(sides, [at for _, at in constants], a.table is b.table)
     in_a, in_b, key = _common(*(side.key for side in sides))
     at = [sides[0].at[in_a], sides[1].at[in_b]]
     values = [reading.values[cells].astype(np.float64) for reading, cells in zip((a, b), at)]
     notes = [*_table_notes(a.table, b.table), *pairs.notes]
-    if a.table.mask is None and b.table.mask is None:
+    if unmasked:
         kept = _before_padding(key, *values)
-        notes.append(_unmasked(a.table, b.table, int((~kept).sum())))
+        notes += _unmasked(a, b, constants, int((~kept).sum()))
         key, at, values = key[kept], [cells[kept] for cells in at], [side[kept] for side in values]
     if len(key) > MAX_TOKENS:
         raise TokensError(f"{a.table.path} holds {len(key)} response tokens", f"at most {MAX_TOKENS}: split the file")
@@ -97,8 +103,9 @@ def assemble(a: Reading, b: Reading, pairs: Pairs) -> TokenBatch:
         not_finite=bad,
         lone=lone,
         lone_last=lone_last,
-        named=a.table.kind != "dump" and a.table.uid is not None and all(a.table.uid),
+        **_names(a.table, pairs.rows[0]),
         notes=notes,
+        left_out=list(pairs.left_out),
     )
     _add_logits(batch, (a, b), [cells[finite] for cells in at])
     return batch
@@ -125,6 +132,36 @@ def cells_of(table: Table, pairs: Pairs, side: int) -> Cells:
         order = np.argsort(key)
         key, at = key[order], at[order]
     return Cells(key, at)
+
+
+def constant_ends(reading: Reading) -> tuple[float, np.ndarray]:
+    """Return what pads the rows of a file without a mask, and the numbers of these cells, rising; none where none is.
+
+    In rows of one width a number that is not 0 is padding where most rows end in two of it or more, but hold something
+    else before: log-probs are not the same that often. (0, NaN and infinity say nothing anyway where both sides do.)
+    """
+    nothing = 0.0, np.zeros(0, np.int64)
+    width = reading.table.width
+    if not (width == width[0]).all() or width[0] < 3:
+        return nothing
+    values = reading.values.reshape(len(width), -1)
+    numbers, times = np.unique(values[:, -1], return_counts=True)
+    constant = numbers[np.argmax(times)]
+    if not np.isfinite(constant) or constant == 0:
+        return nothing
+    same = np.logical_and.accumulate(values[:, ::-1] == constant, axis=1)
+    run = same.sum(axis=1)
+    if int(((run >= 2) & (run < width)).sum()) * 2 <= len(width):
+        return nothing
+    return float(constant), np.flatnonzero(same[:, ::-1])
+
+
+def _without(sides: list[Cells], padding: list[np.ndarray], alike: bool) -> list[Cells]:
+    """Return the cells of both sides that are no padding; ``alike``: they are cells of one table."""
+    if alike:
+        padding = [np.union1d(*padding)] * 2
+    kept = [np.isin(cells.at, at, invert=True) for cells, at in zip(sides, padding)]
+    return [Cells(cells.key[keep], cells.at[keep]) for cells, keep in zip(sides, kept)]
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -176,10 +213,17 @@ def _ends(key: np.ndarray, count: int) -> np.ndarray:
 # -- what is said of them ---------------------------------------------------------------------------------------------
 
 
-def _unmasked(a: Table, b: Table, dropped: int) -> str:
-    files = str(a.path) if a is b else f"{a.path} and {b.path}"
+def _unmasked(a: Reading, b: Reading, constants: list[tuple[float, np.ndarray]], dropped: int) -> list[str]:
+    """Say what was taken for padding: ``constants`` of each side, and ``dropped`` cells in which both say nothing."""
+    files = str(a.table.path) if a.table is b.table else f"{a.table.path} and {b.table.path}"
     text = f"no mask in {files}: a response ends at the last log-prob that is finite and not 0 on a side"
-    return f"{text}; {counted(dropped, 'cell')} after it count as padding"
+    found = [
+        f"most rows of {side.name} in {side.table.path} end in several {constant:g}: {counted(len(at), 'cell')} of it "
+        "at the ends of rows count as padding"
+        for side, (constant, at) in zip((a, b), constants)
+        if len(at)
+    ]
+    return [f"{text}; {counted(dropped, 'cell')} after it count as padding", *found]
 
 
 def _table_notes(a: Table, b: Table) -> list[str]:
@@ -202,6 +246,14 @@ def labels_of(table: Table, rows: np.ndarray) -> list[str]:
         labels.append(f"step {step} {name}" if several else name)
     times = Counter(labels)
     return [f"{label} (row {row})" if times[label] > 1 else label for label, row in zip(labels, rows.tolist())]
+
+
+def _names(table: Table, rows: np.ndarray) -> dict[str, Any]:
+    """Return the uids and sample numbers of a file's rows as the fields of a batch."""
+    if table.kind == "dump" or table.uid is None or not all(table.uid):
+        return {}
+    samples = None if table.sample is None else np.asarray(table.sample[rows])
+    return {"uids": [table.uid[row] for row in rows.tolist()], "samples": samples}
 
 
 def _steps(a: Table, b: Table, pairs: Pairs) -> np.ndarray:

@@ -66,7 +66,7 @@ def _two(a: Side, b: Side) -> tuple[TokenBatch, tuple[np.ndarray, ...]]:
     alone = len(join.only_a), len(join.only_b)
     for dump, count in zip((a.dump, b.dump), alone):
         if count:
-            batch.notes.append(f"{count} of {len(dump.sequences)} sequences of {dump.path} have no partner: left out")
+            batch.left_out.append(f"{count} of {len(dump.sequences)} sequences of {dump.path}: no partner")
     return batch, (np.array([p.a for p in join.pairs]), np.array([p.b for p in join.pairs]))
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from probe.compare.report.model import counted
-from probe.compare.tokens.batch import Origin
-from probe.compare.tokens.read.names import CELL, FILE_COLUMNS, IDS, PER_ROW, SCORES, resolve
+from probe.compare.tokens.batch import COLUMNS, Origin
+from probe.compare.tokens.read.names import CELL, FILE_COLUMNS, IDS, PER_ROW, ROW, SCORES, resolve
 from probe.errors import TokensError
 from probe.sampling import Semantics
 
@@ -68,6 +68,7 @@ class Table:
     sequence does. ``lengths`` int64 [S] counts the response tokens before the padding, None where unknown. ``names``:
     column -> name in the file. ``uid``, ``sample`` and ``step`` are None where the file has none. ``sampled_at``:
     the distribution that tokens were drawn from; ``origins``: where a column is from, if the file says more than that.
+    ``per_row``: nothing says how long the sequences are, and each has one cell, which stands for all its tokens.
     """
 
     path: Path
@@ -88,6 +89,7 @@ class Table:
     sampled_at: Semantics | None = None
     logits: Logits | None = None
     notes: list[str] = field(default_factory=list)
+    per_row: bool = False
 
     def __len__(self) -> int:
         return len(self.width)
@@ -124,10 +126,13 @@ def rows_of_matrix(values: np.ndarray) -> Ragged:
     return Ragged(values.reshape(-1), np.full(len(values), values.shape[1], np.int64))
 
 
-def make_table(raw: RawFile) -> Table:
-    """Return the table of what a reader took from a file; raise TokensError where its columns do not fit together."""
+def make_table(raw: RawFile, *, scores: bool = True) -> Table:
+    """Return the table of what a reader took from a file; raise TokensError where its columns do not fit together.
+
+    Without ``scores`` the file needs no log-probs, but columns of the PPO update, if only one value per sequence.
+    """
     names = resolve(raw.columns)
-    build = _Builder(raw, names.found)
+    build = _Builder(raw, names.found, scores)
     table = build.table()
     table.notes[:0] = raw.notes
     if names.spare:
@@ -138,7 +143,7 @@ def make_table(raw: RawFile) -> Table:
 class _Builder:
     """Put a table together, column by column, and say of the first that does not fit what is wrong."""
 
-    def __init__(self, raw: RawFile, found: Mapping[str, str]) -> None:
+    def __init__(self, raw: RawFile, found: Mapping[str, str], scores: bool) -> None:
         self.raw, self.found = raw, dict(found)
         self.notes: list[str] = []
         for column in IDS:
@@ -146,11 +151,32 @@ class _Builder:
                 self.notes.append(f"{self._name(column)} is text, not token ids, and is not used")
                 del self.found[column]
         first = next((c for c in self.found if FILE_COLUMNS[c].lies == CELL and self._is_ragged(c)), None)
-        if first is None:
-            known = ", ".join(sorted(raw.columns)) or "nothing that this tool knows"
-            message = f"{raw.path} holds no log-probs (it has {known})"
-            raise TokensError(message, f"name them {', '.join(FILE_COLUMNS[s].names[0] for s in SCORES)}")
-        self.first, self.width = first, self._ragged(first).lengths
+        single = next((c for c in self.found if c in PER_ROW and self._one_axis(c)), None)
+        self.per_row = not scores and first is None and single is not None
+        if self.per_row and single is not None:
+            self.first, self.width = single, np.ones(len(_values(raw.columns[self.found[single]])), np.int64)
+            self.found = {c: n for c, n in self.found.items() if c in PER_ROW or FILE_COLUMNS[c].lies == ROW}
+        elif first is not None:
+            self.first, self.width = first, self._ragged(first).lengths
+        else:
+            raise self._nothing(scores)
+
+    def _one_axis(self, column: str) -> bool:
+        value = self.raw.columns[self.found[column]]
+        return not isinstance(value, Ragged) and value.ndim == 1
+
+    def _nothing(self, scores: bool) -> TokensError:
+        """Return what to say of a file without a column of one value per token."""
+        wanted = SCORES if scores else COLUMNS
+        for column in (c for c in wanted if c in self.found):
+            values = _values(self.raw.columns[self.found[column]])
+            if values.dtype.kind in "fiub":
+                message = f"{self._name(column)} has the shape {values.shape}"
+                return TokensError(message, "it must be [sequences, tokens]")
+        known = ", ".join(sorted(self.raw.columns)) or "nothing that this tool knows"
+        what = "log-probs" if scores else "column of the PPO update"
+        message = f"{self.raw.path} holds no {what} (it has {known})"
+        return TokensError(message, f"name {'them' if scores else 'it'} {', '.join(wanted)}")
 
     def table(self) -> Table:
         """Return the table."""
@@ -158,7 +184,7 @@ class _Builder:
             raise TokensError(f"{self.raw.path} holds no sequence", "check how it was written")
         cells = {c: self._cells(c) for c in self.found if c in (*SCORES, *PER_ROW)}
         table = Table(self.raw.path, self.raw.kind, self.width, cells, self.found, notes=self.notes)
-        table.logits = self.raw.logits
+        table.logits, table.per_row = self.raw.logits, self.per_row
         self._set_mask(table)
         self._set_ids(table)
         if "uid" in self.found:
