@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from probe.compare.report.shared.words import origin_words
 from probe.compare.sampling_fits import ROWS, rows_of, scores
 from probe.compare.tokens.batch import Origin, TokenBatch
+from probe.compare.tokens.declared import declared_apart
 from probe.compare.tokens.semantics import find_semantics
 from probe.sampling import Semantics
 from probe.store.dtypes import round_to
@@ -499,3 +500,17 @@ def test_a_million_healthy_tokens_have_no_finding():
     world.token, world.raw = np.zeros(n, np.int64), -rng.exponential(1.0, n)
     batch = world.batch(world.noisy(world.raw, 0.03), world.raw)
     assert find_semantics(batch) == []
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "side"),
+    [
+        (Semantics(0.7), RAW, "a"),
+        (RAW, Semantics(0.7), "b"),
+        (Semantics(0.7), Semantics(0.9), "unknown"),
+        (Semantics(0.7, 0.9), Semantics(0.7, 0.8), "unknown"),
+    ],
+)
+def test_the_side_that_declares_another_distribution_is_named_where_the_other_declares_none(a, b, side):
+    origins = [Origin("x", "dump", "engine", meaning) for meaning in (a, b)]
+    assert {finding.side for finding in declared_apart(origins)} == {side}

@@ -41,7 +41,7 @@ def declared_apart(origins: Sequence[Origin]) -> list[GateFinding]:
     a, b = (origin.meaning for origin in origins)
     if a is None or b is None:
         return []
-    side = "a" if a != Semantics() else "b"
+    side = "a" if b == Semantics() else "b" if a == Semantics() else "unknown"
     found = []
     for name in distinct(a, b):
         values = [getattr(a, name), getattr(b, name)]
