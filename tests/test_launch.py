@@ -85,8 +85,9 @@ def test_any_other_error_names_the_rank_in_one_line(checkpoint):
 
 
 SCRIPT = """
-import sys
+import signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in its background without
 sys.path.insert(0, {here!r})
 import test_launch
 test_launch.start(Path({model!r}), "hang", pids={folder!r})
