@@ -64,6 +64,21 @@ def test_a_copy_that_nobody_waits_for_is_stopped(forking):
     started.close()
 
 
+@FORKED
+def test_an_interrupt_while_waiting_ends_the_copy_and_is_what_is_raised(forking):
+    started = Beside(lambda: time.sleep(600))
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            try:
+                started.result()
+            finally:
+                started.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_without_a_fork_the_work_is_done_here(monkeypatch):
     monkeypatch.setattr(beside, "can_fork", lambda: False)
     assert Beside(os.getpid).result() == os.getpid()

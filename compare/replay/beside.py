@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -30,12 +30,12 @@ class Beside(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
-        self._child, self._pipe = _fork(work) if can_fork() else (0, -1)
+        self._child, self._pipe = _fork(work) if can_fork() else (0, None)
 
     def result(self) -> T:
         """Return what ``work`` returns; raise what it raises."""
-        if self._child:
-            with os.fdopen(self._pipe, "rb") as pipe:
+        if self._child and self._pipe is not None:
+            with self._pipe as pipe:
                 content = pipe.read()
             child, self._child = self._child, 0
             if os.waitpid(child, 0)[1] == 0:
@@ -45,20 +45,20 @@ class Beside(Generic[T]):
 
     def close(self) -> None:
         """Stop a copy whose result nobody asked for."""
-        if self._child:
-            os.close(self._pipe)
+        if self._child and self._pipe is not None:
+            self._pipe.close()  # closed already where an interrupt broke the reading off
             os.kill(self._child, signal.SIGKILL)
             os.waitpid(self._child, 0)
             self._child = 0
 
 
-def _fork(work: Callable[[], T]) -> tuple[int, int]:
+def _fork(work: Callable[[], T]) -> tuple[int, BinaryIO | None]:
     """Return the process that does the work and the end of the pipe that its result comes out of."""
     reading, writing = os.pipe()
     child = os.fork()
     if child:
         os.close(writing)
-        return child, reading
+        return child, os.fdopen(reading, "rb")
     status = 1
     try:
         os.close(reading)
