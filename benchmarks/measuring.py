@@ -3,9 +3,10 @@
 1. The compiled loops on one thread: bytes per second of a pair of tensors, over the rate at which the same bytes are
    only read, for float32 and bfloat16. Cases take turns; the best of several rounds counts.
 2. ``probe compare``, the whole process, on two dumps of one forward of a Qwen2 of 24 layers, hidden size 256, fp32,
-   1 x 256 tokens, one weight perturbed: seconds, those of its CPUs, and the most memory, files' pages included.
+   1 x 256 tokens, one weight perturbed: seconds, those of its CPUs, and the most memory of one of its processes, files'
+   pages included. Once for the terminal alone, once with report.json and report.html.
 3. With ``--msprobe PYTHON``, the interpreter of an environment with mindstudio-probe: its comparison of its own dumps
-   of the same model, weights and inputs, in turns with ours.
+   of the same model, weights and inputs, in turns with ours; it ends with status 0 and has written its table.
 4. With ``--large``: dumps of one tensor of 2 GB on each side.
 """
 
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -67,16 +69,15 @@ def loop_cases(x: np.ndarray, y: np.ndarray, dtype: str) -> dict[str, Callable[[
     assert compiled is not None, kernels.why_not()
     read, flat = reading(), (x.reshape(-1).view(np.uint64), y.reshape(-1).view(np.uint64))
     exponent = kernels.EXPONENTS[dtype]
-    words = [values.view(exponent.dtype) for values in (x, y)]
-    bits = [values.reshape(-1, kernels.CHUNK) for values in words]
-    per_row = [*(np.zeros(len(x)) for _ in range(4)), np.zeros(len(x), bool)]
-    per_channel = [np.zeros(x.shape[1]) for _ in range(3)]
+    bits = [values.view(exponent.dtype).reshape(-1, kernels.CHUNK) for values in (x, y)]
+    per_row = (*(np.zeros(len(x)) for _ in range(4)), np.zeros(len(x), bool))
+    per_channel = tuple(np.zeros(x.shape[1]) for _ in range(3))
     more = np.zeros(kernels.COUNTS, np.int64), np.zeros((8, 2), np.int64), 0, 0.0
     histogram = np.zeros((kernels.LANES, kernels.ULP_BINS), np.int64)
     return {
         "read": lambda: read(*flat),
-        "sums": lambda: compiled.sums(x, y, *words, exponent, *per_row, *per_channel, *more),
-        "ulps": lambda: (compiled.ulps16 if x.itemsize == 2 else compiled.ulps32)(*bits, histogram),
+        "sums": lambda: compiled.sums(dtype, x, y, per_row, per_channel, *more),
+        "ulps": lambda: compiled.ulps(bits[0], bits[1], histogram),
         "all": lambda: whole(x, y, dtype),
     }
 
@@ -135,16 +136,21 @@ print(done.stdout[-2000:], done.stderr[-4000:])
 """
 
 
-def run(*command: str | Path) -> tuple[float, float, float]:
+DIFFERS = 1
+"""The exit status of ``probe compare`` on the two dumps, one of which has another weight."""
+
+
+def run(*command: str | Path, status: int = 0) -> tuple[float, float, float]:
     """Run a command to its end and return its seconds, those of its CPUs, and its most memory in MB.
 
-    A small process starts it: what it starts inherits the most memory that this one has had.
+    A small process starts it: what it starts inherits the most memory that this one has had. Ends this program where
+    the command's exit status is another than ``status``.
     """
     words = [sys.executable, "-S", "-c", RUN, *map(str, command)]
     first, text = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\n", 1)
-    status, *figures = first.split()
-    if int(status) not in (0, 1):
-        raise SystemExit(f"{' '.join(words[4:])} failed with status {status}:\n{text}")
+    ended, *figures = first.split()
+    if int(ended) != status:
+        raise SystemExit(f"{' '.join(words[4:])} ended with status {ended}, not {status}:\n{text}")
     seconds, cpu, memory = map(float, figures)
     return seconds, cpu, memory
 
@@ -198,29 +204,52 @@ debugger.step()
 """
 
 
-def dump_theirs(python: str, folder: Path) -> list[str | Path]:
-    """Dump with msProbe and return how its comparison is started, but for the folder of its result."""
+@dataclass(frozen=True)
+class Case:
+    """A comparison that is timed: how it is started but for the folder of its result, how it ends, what it writes."""
+
+    command: tuple[str | Path, ...]
+    status: int
+    files: tuple[str, ...]
+
+
+def dump_theirs(python: str, folder: Path) -> Case:
+    """Dump with msProbe and return its comparison: of files, for of one process's dump it wants no folder."""
     folder.mkdir()
     paths = []
     for side in "ab":
         subprocess.run([python, "-c", MODEL + THEIRS, str(folder), side], check=True, capture_output=True)
-        paths.append(next((folder / side).rglob("dump.json")).parent)
+        paths.append(next((folder / side).rglob("dump.json")))
     tool = Path(python).with_name("msprobe")
-    return [tool, "compare", "--golden_path", paths[0], "--target_path", paths[1], "--output_path"]
+    words = (tool, "compare", "--golden_path", paths[0], "--target_path", paths[1], "--output_path")
+    return Case(words, 0, ("*.csv",))
+
+
+def run_case(case: Case, out: Path) -> tuple[float, float, float]:
+    """Run a comparison (see :func:`run`) and check that it wrote what it should."""
+    out.mkdir(exist_ok=True)
+    result = run(*case.command, *((out,) if case.files else ()), status=case.status)
+    for pattern in case.files:
+        if not any(path.stat().st_size for path in out.rglob(pattern)):
+            raise SystemExit(f"{case.command[0]} wrote no {pattern}")
+    shutil.rmtree(out)
+    return result
 
 
 def processes(scratch: Path, msprobe: str | None) -> list[tuple[str, str]]:
     """Return the rows of the table about whole processes."""
     subprocess.run([sys.executable, "-c", MODEL + OURS, str(scratch)], check=True, stdout=subprocess.DEVNULL)
-    commands = {"probe compare": [sys.executable, "-m", "probe", "compare", scratch / "a", scratch / "b", "-o"]}
+    ours = (sys.executable, "-m", "probe", "compare", scratch / "a", scratch / "b")
+    cases = {
+        "probe compare, terminal": Case(ours, DIFFERS, ()),
+        "probe compare, terminal, json and html": Case((*ours, "-o"), DIFFERS, ("report.json", "report.html")),
+    }
     if msprobe:
-        commands["msprobe compare"] = dump_theirs(msprobe, scratch / "theirs")
-    results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in commands}
+        cases["msprobe compare, csv"] = dump_theirs(msprobe, scratch / "theirs")
+    results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in cases}
     for number in range(RUNS + 1):
-        for name, command in commands.items():
-            out = scratch / f"{name.split()[0]}{number}"
-            out.mkdir()
-            result = run(*command, out / "report")
+        for name, case in cases.items():
+            result = run_case(case, scratch / "out")
             results[name] += [result] if number else []  # the first fills the page cache, and compiles
     table = []
     for name, found in results.items():

@@ -1,6 +1,6 @@
 """The figures of tensor pairs: rows read, joined and added up block by block, several tensors at the same time.
 
-Memory holds a block of each side per thread, whatever a tensor's size.
+Memory holds a block of each side per thread or forked copy, whatever a tensor's size.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -17,6 +17,7 @@ import numpy as np
 
 from probe import kernels
 from probe.compare.align import RowAligner, RowJoin
+from probe.compare.copies import Pool, can_fork
 from probe.compare.match import Match
 from probe.compare.merge import CanonicalReader
 from probe.compare.names.canonical import is_routing
@@ -33,8 +34,16 @@ Rows = Callable[[np.ndarray], tuple[np.ndarray, str]]
 
 COMPILING = "compiling the measuring loops, once per machine"
 
+WORTH_A_COPY = 48
+"""Tensors per forked copy: a copy costs 10 ms, a tensor 2 ms."""
+
 WORTH_A_THREAD = 1 << 20
-"""Values of a tensor, on average, from which threads pay: below, the parts that hold Python's lock decide."""
+"""Values of a tensor, on average, from which threads pay where copies cannot be made: below, the parts that hold
+Python's lock decide."""
+
+
+Measured = tuple[PairMetrics | None, str]
+"""Figures, or a sentence that says why there are none."""
 
 
 class FeaturesDifferError(CompareError):
@@ -55,7 +64,7 @@ class Figures:
 
 @dataclass
 class FigureMaker:
-    """Make the figures of the matched tensors of two sides; ``jobs``: threads, 0 for one per core."""
+    """Make the figures of the matched tensors of two sides; ``jobs``: tensors at a time, 0 for one per core."""
 
     readers: tuple[CanonicalReader, CanonicalReader]
     aligner: RowAligner
@@ -69,35 +78,61 @@ class FigureMaker:
     def each(self, matches: Sequence[Match]) -> Iterator[list[Callable[[], Figures]]]:
         """Yield for each tensor a function that returns its figures, or raises what went wrong.
 
-        With threads they are made meanwhile, in order; else when the function is called.
+        They are made meanwhile, in order, by forked copies or threads where there is work for them; else when the
+        function is called.
         """
-        work = [partial(self.make, match) for match in matches]
         values = sum(map(self._values, matches))
-        if values >= kernels.WORTH_LOADING:
-            kernels.load(sorted(set(map(self._kind, matches))), self._say)
+        if kinds := self.kinds(matches):
+            kernels.load(kinds, self._say)
         jobs = self.jobs or len(os.sched_getaffinity(0))
+        copies = min(jobs, len(matches) // WORTH_A_COPY) if can_fork() else 0
+        if copies > 1:
+            pool = Pool([partial(self.measure, match) for match in matches], copies - 1)
+            with closing(pool):
+                yield [partial(self.make, match, partial(pool.result, at)) for at, match in enumerate(matches)]
+            return
+        work = [partial(self.make, match) for match in matches]
         if jobs < 2 or len(work) < 2 or values < WORTH_A_THREAD * len(work):
             yield list(work)
             return
-        with ThreadPoolExecutor(jobs, "probe-figures") as pool:
-            futures = [pool.submit(call) for call in work]
+        with ThreadPoolExecutor(jobs, "probe-figures") as threads:
+            futures = [threads.submit(call) for call in work]
             try:
                 yield [future.result for future in futures]
             finally:
                 for future in futures:
                     future.cancel()
 
-    def make(self, match: Match) -> Figures:
-        """Join the rows of a tensor pair and measure it; of routing only the join is made."""
-        sources = match.source_a, match.source_b
-        with self._joining:  # joins are kept for tensors of equal rows
-            join = self.aligner.rows(*(reader.rows(source) for reader, source in zip(self.readers, sources)))
+    def make(self, match: Match, measured: Callable[[], Measured | None] | None = None) -> Figures:
+        """Join the rows of a tensor pair and measure it; of routing only the join is made.
+
+        ``measured``: returns what :meth:`measure` does, where that is done elsewhere.
+        """
+        join = self.joined(match)
+        found = (measured or partial(self.measure, match))()
+        return Figures(join, *found) if found else Figures(join)
+
+    def measure(self, match: Match) -> Measured | None:
+        """Return the figures of a tensor pair, or why its joined rows cannot be compared; None where there is none."""
+        join = self.joined(match)
         if is_routing(match.label) or not len(join.index_a):
-            return Figures(join)
+            return None
         try:
-            return Figures(join, measure_stored(self.readers, match, join))
+            return measure_stored(self.readers, match, join), ""
         except FeaturesDifferError as error:
-            return Figures(join, problem=error.problem)
+            return None, error.problem
+
+    def joined(self, match: Match) -> RowJoin:
+        """Join the rows of a tensor pair; joins are kept for tensors of equal rows."""
+        sources = match.source_a, match.source_b
+        with self._joining:
+            return self.aligner.rows(*(reader.rows(source) for reader, source in zip(self.readers, sources)))
+
+    def kinds(self, matches: Sequence[Match]) -> list[str]:
+        """Return the kinds of values to load kernels for, none where the tensors are too small to need them."""
+        if sum(map(self._values, matches)) < kernels.WORTH_LOADING:
+            return []
+        return sorted(set(map(self._kind, matches)))
 
     def _values(self, match: Match) -> int:
         """Return about how many values of each side a tensor has."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from probe.metrics import PairMetrics, coarser_dtype
+from probe.metrics import PairMetrics, coarser_dtype, median
 
 ROUNDING = {
     "float64": 4.7e-17,
@@ -208,7 +208,7 @@ def _signs(metrics: PairMetrics, floor: float, ratio: float) -> tuple[_Sign, ...
     norm = abs(metrics.norm_ratio - 1) if np.isfinite(metrics.norm_ratio) else 0.0
     return (
         _Sign("over the whole tensor", ratio, 1.0),
-        _Sign("in the median row", float(np.median(metrics.row_rel_l2)) / floor, 1.0),
+        _Sign("in the median row", median(metrics.row_rel_l2) / floor, 1.0),
         _Sign("in the worst row", float(metrics.row_rel_l2.max()) / floor, ROW_FACTOR, rises=True),
         _Sign("in the ratio of the norms", norm / floor, NORM_FACTOR),
     )

@@ -53,7 +53,7 @@ class Measured:
 
 @dataclass
 class Measurer:
-    """Measure the matched tensors of two sides."""
+    """Measure the matched tensors of two sides; ``maker`` makes their figures, by default threads of this process."""
 
     a: Side
     b: Side
@@ -62,6 +62,7 @@ class Measurer:
     floors: Floors
     observer: Observer | None = None
     jobs: int = 0
+    maker: Callable[..., FigureMaker] = FigureMaker
     joins: list[RowJoin] = field(default_factory=list)
     recomputed: tuple[Recomputed, Recomputed] = field(default_factory=lambda: (Recomputed(), Recomputed()))
 
@@ -77,7 +78,7 @@ class Measurer:
         matches = (*self.matching.matched, *self.matching.routing)
         everything = sorted(matches, key=lambda match: (match.place.rank, match.label))
         results = []
-        maker = FigureMaker(self._readers, self.aligner, self.jobs, self.observer)
+        maker = self.maker(self._readers, self.aligner, self.jobs, self.observer)
         with maker.each(everything) as figures:
             for order, (match, make) in enumerate(zip(everything, figures)):
                 if self.observer:

@@ -21,3 +21,9 @@ def replace_all(contents: Mapping[Path, bytes]) -> None:
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
+
+
+def cache_folders(beside: Path) -> list[Path]:
+    """Return the folders for what can be made again: beside the sources as Python's own, else the user's."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return [beside / "__pycache__", users / "probe"]

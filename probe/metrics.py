@@ -161,12 +161,13 @@ class PairMeasure:
             self._ulps.add_bits(*both)
 
     def result(self) -> PairMetrics:
-        """Return the figures over everything taken so far."""
+        """Return the figures over everything taken, and end the measure."""
         sums, nan = self._sums, float("nan")
         d2, x2, y2 = (float(values.sum()) for values in (sums.row_d2, sums.row_x2, sums.row_y2))
         norm_x, norm_y = float(np.sqrt(x2)), float(np.sqrt(y2))
         pairs = self._pairs - sums.excluded
         middle, high = self._ulps.quantiles((0.5, 0.99))
+        self._ulps.close()
         return PairMetrics(
             rows=self.rows,
             pairs=pairs,
@@ -200,12 +201,23 @@ class PairMeasure:
         )
 
 
+def median(values: np.ndarray) -> float:
+    """Return what np.median does of float64 [n], sooner where n is small; NaN of none, and where one is."""
+    if not len(values):
+        return float("nan")
+    middle, odd = divmod(len(values), 2)
+    parted = np.partition(values, (middle, -1) if odd else (middle - 1, middle, -1))  # NaN is sorted to the end
+    if parted[-1] != parted[-1]:
+        return float("nan")
+    return float(parted[middle] if odd else (parted[middle - 1] + parted[middle]) / 2)
+
+
 def _relative_each(d2: np.ndarray, y2: np.ndarray, length: int) -> np.ndarray:
     """Return each line's |d| / |y|, the norm of y (of x = d where y is zero) raised to a share of the median."""
     if not len(d2):
         return np.zeros(0)
     reference = np.where(y2 > 0, y2, d2)
-    floor = max(ROW_NORM_FLOOR, 1 / max(1, length)) ** 2 * float(np.median(reference))
+    floor = max(ROW_NORM_FLOOR, 1 / max(1, length)) ** 2 * median(reference)
     scale = np.maximum(reference, floor)
     with np.errstate(invalid="ignore"):  # squares of float64 may overflow
         return np.sqrt(np.divide(d2, scale, out=np.zeros_like(scale), where=scale > 0))

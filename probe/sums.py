@@ -10,10 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from probe.kernels import (
-    CARRIERS,
     COUNTS,
     EXCLUDED,
-    EXPONENTS,
     INF_X,
     INF_Y,
     MAX_FEATURE,
@@ -61,17 +59,15 @@ class PairSums:
 
     def add_compiled(self, kernels: Compiled, kind: str, x: np.ndarray, y: np.ndarray, where: slice) -> None:
         """Take rows ``where``, of one of the kinds of :data:`probe.kernels.CARRIERS`."""
-        exponent = EXPONENTS[kind]
-        x, y = (np.require(values, CARRIERS[kind], ("C", "W")) for values in (x, y))
-        bits = x.view(exponent.dtype), y.view(exponent.dtype), exponent
-        rows = self.row_d2[where], self.row_x2[where], self.row_y2[where], self.row_max[where]
-        channels = self.channel_d2, self.channel_y2, self.channel_max
-        more = self.row_mismatch[where], *channels, self.counts, self.places, where.start, self.max_abs
-        self.max_abs = float(kernels.sums(x, y, *bits, *rows, *more))
+        rows = self.row_d2, self.row_x2, self.row_y2, self.row_max, self.row_mismatch
+        columns = self.channel_d2, self.channel_y2, self.channel_max
+        more = columns, self.counts, self.places, where.start, self.max_abs
+        self.max_abs = kernels.sums(kind, x, y, tuple(values[where] for values in rows), *more)
 
     def add(self, x: np.ndarray, y: np.ndarray, where: slice) -> None:
         """Take rows ``where``, numbers of any real dtype."""
-        x64, y64 = x.astype(np.float64), y.astype(np.float64)
+        with np.errstate(invalid="ignore"):  # some processors flag the cast of a signalling NaN
+            x64, y64 = x.astype(np.float64), y.astype(np.float64)
         finite = np.isfinite(x64) & np.isfinite(y64)
         if not finite.all():
             self._count_nonfinite(x64, y64, finite, where)

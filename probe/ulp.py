@@ -10,7 +10,10 @@ from probe.kernels import CHUNK, EXACT_ULPS, LANES, LOG_BASE, LOG_SHIFT, ULP_BIN
 from probe.store.dtypes import narrow, round_to
 
 NEAR = 1024
-"""Bins that are looked through first for a quantile."""
+"""Bins that numpy looks through first for a quantile."""
+
+_spare: list[np.ndarray] = []
+"""A table of counts, all zero, that a histogram left: to clear what was used of it costs less than a new one."""
 
 _CARRIERS = {"float64": (np.float64, np.uint64), "float32": (np.float32, np.uint32), "float16": (np.float16, np.uint16)}
 
@@ -53,7 +56,10 @@ class UlpHistogram:
     EXACT = EXACT_ULPS
 
     def __init__(self) -> None:
-        self._counts = np.zeros((LANES, ULP_BINS), np.int64)
+        try:
+            self._counts = _spare.pop()
+        except IndexError:
+            self._counts = np.zeros((LANES, ULP_BINS), np.int64)
         self.largest = -1.0
         self._total = 0
 
@@ -72,11 +78,10 @@ class UlpHistogram:
         kernels, x, y = compiled(), x.reshape(-1), y.reshape(-1)
         assert kernels is not None
         self._total += len(x)
-        count = kernels.ulps16 if x.itemsize == 2 else kernels.ulps32
         whole = len(x) // CHUNK * CHUNK
         for part, length in ((slice(0, whole), CHUNK), (slice(whole, None), len(x) - whole)):
             if length and len(x[part]):
-                found = count(x[part].reshape(-1, length), y[part].reshape(-1, length), self._counts)
+                found = kernels.ulps(x[part].reshape(-1, length), y[part].reshape(-1, length), self._counts)
                 self.largest = max(self.largest, float(found))
 
     def add_zeros(self, count: int) -> None:
@@ -90,12 +95,24 @@ class UlpHistogram:
         """Return for each share the smallest counted distance with at least it at or below; NaN when empty."""
         if self.largest < 0:
             return [float("nan")] * len(shares)
-        targets = np.maximum(1, np.ceil(np.array(shares) * self._total))
-        for bins in (NEAR, _bin(self.largest) + 1):  # mostly the first few hold them all
+        targets = np.maximum(1, np.ceil(np.array(shares) * self._total)).astype(np.int64)
+        last, kernels = _bin(self.largest) + 1, compiled()
+        if kernels is not None:
+            order = np.argsort(targets)
+            found = kernels.ranks(self._counts, targets[order], last)
+            return [_distance(int(number)) for number in found[np.argsort(order)]]
+        for bins in (NEAR, last):  # mostly the first few hold them all
             cumulative = np.cumsum(self._counts[:, :bins].sum(axis=0))
             if cumulative[-1] >= targets.max():
                 break
         return [_distance(int(number)) for number in np.searchsorted(cumulative, targets)]
+
+    def close(self) -> None:
+        """End the histogram: another one may use its memory."""
+        counts, self._counts = self._counts, np.zeros((LANES, 0), np.int64)
+        if not _spare and counts.size:
+            counts[:, : _bin(max(self.largest, 0.0)) + 1] = 0
+            _spare.append(counts)
 
 
 def _bin(distance: float) -> int:

@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from probe import kernels
+from probe import kernels, machine
 from probe.metrics import PairMeasure, PairMetrics
 from probe.store.dtypes import narrow, round_to, widen
+from probe.ulp import UlpHistogram
 
 ROUNDING = 2.0**-53
 WAYS = ("numpy", "compiled")
@@ -237,29 +238,65 @@ def test_the_first_use_on_a_machine_says_that_it_compiles_and_later_ones_do_not(
     assert loading(NUMBA_CACHE_DIR=str(tmp_path)) == ["0", "True", "1.0"]
 
 
-def test_without_a_folder_for_compiled_code_every_process_compiles(monkeypatch):
-    import numba.core.caching
+def test_code_that_was_kept_is_run_without_numba(tmp_path):
+    loading(NUMBA_CACHE_DIR=str(tmp_path))
+    without = LOADING + "print('numba' in sys.modules, 'probe.loops' in sys.modules)"
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.split()[:3] == ["0", "True", "1.0"] and done.stdout.split()[-2:] == ["False", "False"]
 
-    monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
-    found = kernels._decorated(numba, cache=True)
-    kernels._compile(found, ["float64"], None)
-    assert found.sums.stats.cache_path is None
-    monkeypatch.setattr(kernels, "_compiled", [found])
+
+def test_kept_code_that_is_damaged_is_compiled_again(tmp_path):
+    loading(NUMBA_CACHE_DIR=str(tmp_path))
+    files = sorted(tmp_path.glob("*.o"))
+    assert len(files) == 2  # of float64: the sums, and the quantiles
+    for file, content in zip(files, (files[0].read_bytes()[:-7], b"")):
+        file.write_bytes(content)
+    assert loading(NUMBA_CACHE_DIR=str(tmp_path)) == ["1", "True", "1.0"]
+    assert loading(NUMBA_CACHE_DIR=str(tmp_path)) == ["0", "True", "1.0"]
+
+
+def test_a_disk_that_is_full_is_done_without(monkeypatch):
+    def full(*arguments):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(machine, "_write", full)
+    monkeypatch.setattr(machine, "kept", lambda loop: None)
+    monkeypatch.setattr(kernels, "_compiled", [])
+    found = kernels.load(["float64"])
     x = np.arange(12.0).reshape(3, 4)
     assert_same(*in_both_ways([found], x, 2 * x, "float64"), x.size)
 
 
-def test_a_folder_that_cannot_be_written_after_all_is_done_without(monkeypatch):
-    calls = []
+def test_code_that_would_call_what_only_numba_has_is_not_kept(monkeypatch):
+    from probe import loops
 
-    def compile_once(found, kinds, say):
-        calls.append(found)
-        if len(calls) == 1:
-            raise OSError("no space left on device")
+    def allocates(x, n):
+        return np.zeros(n)[n // 2]
 
+    monkeypatch.setattr(loops, "_ranks", allocates)
+    loop = machine.Loop("_ranks", "bins", ("int64*", "int64"), "float64")
+    with pytest.raises(machine.NoCodeError, match="calls NRT_"):
+        machine.compiled(loop)
     monkeypatch.setattr(kernels, "_compiled", [])
-    monkeypatch.setattr(kernels, "_compile", compile_once)
-    assert kernels.load(["float32"]) is calls[1] and calls[0] is not calls[1]
+    monkeypatch.setattr(kernels, "_refused", [])
+    monkeypatch.setattr(kernels, "_RANKS", loop)
+    monkeypatch.setattr(machine, "kept", lambda loop: None)
+    assert kernels.load(["float32"]) is None and "probe_ranks_bins calls" in kernels.why_not()
+
+
+def test_ranks_and_numpy_find_the_same_quantiles(loaded):
+    rng = np.random.default_rng(0)
+    histogram, table = UlpHistogram(), rng.integers(0, 3, (kernels.LANES, kernels.ULP_BINS))
+    table[:, 70_000:] = 0
+    for shares in ((0.5, 0.99), (0.99, 0.01, 0.3), (1.0,)):
+        results = []
+        with pytest.MonkeyPatch.context() as patch:
+            for functions in ([], loaded):
+                patch.setattr(kernels, "_compiled", functions)
+                histogram._counts, histogram._total, histogram.largest = table, int(table.sum()), 2.0**21
+                results.append(histogram.quantiles(shares))
+        assert results[0] == results[1] and len(results[0]) == len(shares)
 
 
 def test_a_cache_folder_that_is_a_file_is_no_error(tmp_path):
@@ -272,7 +309,8 @@ def test_numpy_measures_where_numba_is_switched_off_or_cannot_be_imported(monkey
     monkeypatch.setattr(kernels, "_compiled", [])
     monkeypatch.setattr(kernels, "_refused", [])
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert kernels.load() is None and "cannot be imported" in kernels.why_not()
+    monkeypatch.setattr(machine, "kept", lambda loop: None)
+    assert kernels.load() is None and "numba" in kernels.why_not()
 
 
 def test_importing_the_measuring_imports_no_numba():

@@ -7,7 +7,7 @@ import numpy as np
 from probe.compare.evidence import ChannelPattern
 from probe.compare.judge import DIVERGENT_RISE
 from probe.compare.measure import Measured
-from probe.metrics import PairMetrics
+from probe.metrics import PairMetrics, median
 
 FEW_SHARE = 0.05
 """Largest share of the features that count as a few."""
@@ -38,7 +38,7 @@ def few_channels(metrics: PairMetrics, band: float) -> ChannelPattern | None:
     errors, squares = metrics.channel_rel_l2, metrics.channel_d2
     if len(errors) < 1 / FEW_SHARE or not squares.sum():
         return None
-    broken = np.flatnonzero(errors > max(ABOVE_MEDIAN * float(np.median(errors)), band))
+    broken = np.flatnonzero(errors > max(ABOVE_MEDIAN * median(errors), band))
     share = float(squares[broken].sum() / squares.sum())
     if not len(broken) or len(broken) > FEW_SHARE * len(errors) or share < MIN_SHARE:
         return None

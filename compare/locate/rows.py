@@ -12,6 +12,7 @@ from probe.compare.evidence import Replayed, RowPattern
 from probe.compare.judge import DIVERGENT_RISE, ROW_FACTOR
 from probe.compare.measure import Measured
 from probe.compare.sequences import SequencePair
+from probe.metrics import median
 from probe.store.schema import Sequence
 
 ALL_SHARE = 0.9
@@ -134,8 +135,8 @@ def bad_above(errors: np.ndarray, healthy: float, spread: float = ROW_FACTOR) ->
     finite = errors[np.isfinite(errors)]
     top = float(finite.max(initial=0.0))
     threshold = max(spread * healthy, float(np.sqrt(healthy * top)))
-    median = float(np.median(errors)) if len(errors) else 0.0
-    return min(threshold, median / BULK) if median > BULK * healthy else threshold
+    middle = median(errors) if len(errors) else 0.0
+    return min(threshold, middle / BULK) if middle > BULK * healthy else threshold
 
 
 def pattern_of(bad: np.ndarray, facts: RowFacts) -> RowPattern:

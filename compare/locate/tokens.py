@@ -12,6 +12,7 @@ from probe.compare.judge import ROW_FACTOR
 from probe.compare.measure import Measured
 from probe.compare.names.canonical import is_routing
 from probe.compare.sequences import SequencePair
+from probe.metrics import median
 from probe.store.schema import Sequence
 
 OUTLIER_FACTOR = 2 * ROW_FACTOR
@@ -56,7 +57,7 @@ def departing(entry: Measured) -> tuple[np.ndarray, float, np.ndarray] | None:
     among = np.ones(len(errors), bool) if entry.among is None else entry.among
     if not among.any():
         return None
-    band = OUTLIER_FACTOR * max(float(np.median(errors[among])), entry.judgement.floor)
+    band = OUTLIER_FACTOR * max(median(errors[among]), entry.judgement.floor)
     rows = np.flatnonzero(among & (errors > band))
     return (rows, band, errors[rows]) if 0 < len(rows) <= MAX_SHARE * among.sum() else None
 

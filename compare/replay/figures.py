@@ -10,6 +10,7 @@ import numpy as np
 from probe.compare.evidence import BROKEN, FINE, SUSPECT
 from probe.compare.judge import ROUNDING
 from probe.compare.replay.bands import SMALLEST
+from probe.metrics import median
 
 SMALL_NORM, CHANCE = 0.1, 1.5
 """A row or feature counts as at least this share of the median one, and over n numbers as CHANCE / sqrt(n) of it (all
@@ -65,7 +66,7 @@ def figures_of(stored: np.ndarray, difference: np.ndarray, size: np.ndarray, uni
     judged = len(good) >= COLUMN_ROWS
     column = int(np.argmax(columns)) if judged else 0
     worst_column = float(columns[column]) if judged else 0.0
-    typical = float(np.median(rows)) if len(rows) else np.inf
+    typical = median(rows) if len(rows) else np.inf
     each = np.full(len(stored), np.nan)
     each[good], each[bad] = rows, np.inf
     return Figures(whole, worst, row, worst_column, column, int(usable.sum()), typical, each)
@@ -95,7 +96,7 @@ def _squares(values: np.ndarray, axis: str) -> np.ndarray:
 def _ratios(d2: np.ndarray, s2: np.ndarray, numbers: int) -> np.ndarray:
     """Return |d| / |s| of each row or feature from the sums of squares over its ``numbers``, small norms raised."""
     share = min(1.0, max(SMALL_NORM, CHANCE / max(numbers, 1) ** 0.5))
-    least = share**2 * float(np.median(s2)) if len(s2) else 0.0
+    least = share**2 * median(s2) if len(s2) else 0.0
     return np.asarray(np.sqrt(d2 / np.maximum(np.maximum(s2, least), 1e-300)))
 
 

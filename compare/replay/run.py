@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from probe.compare.copies import Beside
 from probe.compare.evidence import BROKEN, FINE, SUSPECT, UNMODELLED, Replayed, Replays, RowKeys
 from probe.compare.names.base import pattern
 from probe.compare.names.canonical import place_of
 from probe.compare.replay.base import Context, Recipe, Unreplayable
-from probe.compare.replay.beside import Beside
 from probe.compare.replay.explain import Reading, bands_of, explain, read_best, settled
 from probe.compare.replay.figures import relative_rows, words_of
 from probe.compare.replay.inputs import LOG_PROBS, StoredTensors, choose_keys
@@ -79,11 +79,11 @@ def _both(
         done = replay_side(b, "b", weights, prefer[1])
         return replace(done, found=replace(done.found, parameters=None))
 
-    beside = Beside(other)
+    copy = Beside(other)
     try:
-        return replay_side(a, "a", weights, prefer[0]), beside.result()
+        return replay_side(a, "a", weights, prefer[0]), copy.result()
     finally:
-        beside.close()
+        copy.close()
 
 
 def _without_changed(

@@ -33,6 +33,7 @@ ROW_REASONS = {
     "prefix_cache": "not executed by the other side (prefix cache)",
     "not_executed": "not executed by the other side (last generated token)",
     "prompts_only": "response rows that the other side was told not to store",
+    "budget": "left out by the other side's budget (PROBE_SEQS, PROBE_ROWS, PROBE_MAX_BYTES, or a list of sequences)",
     "beyond_prefix": "after the point where the two sides' tokens part",
     "part_of_shards": "stored by some tensor-parallel ranks only",
     "not_stored": "not stored by the other side",

@@ -13,22 +13,21 @@ import numpy as np
 
 from probe.errors import DumpError
 from probe.store import schema
-from probe.store.dtypes import stored_dtype
+from probe.store.dtypes import stored_dtype, type_matches
 from probe.store.journal import journal_of, read_journal
 from probe.store.places import check_place
 from probe.store.validate import (
     DAMAGED,
-    Groups,
+    CheckedFile,
     check_manifest,
     check_tensor,
     json_object,
-    open_file,
     read_table,
     reading,
-    safe_dataset,
 )
 
 Shape = tuple[int, ...]
+_FLOAT64 = np.dtype(np.float64)
 
 
 def open_part(path: Path) -> Part:
@@ -101,9 +100,8 @@ class CompletePart(Part):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._file = open_file(path)
+        self._file = CheckedFile(path)
         self._descriptor = os.open(path, os.O_RDONLY)
-        self._groups: Groups = {}
         self._offsets: dict[tuple[str, Shape, str], int | None] = {}
         try:
             self.tables = {name: self._table(name, dtype) for name, dtype in schema.TABLES.items()}
@@ -112,25 +110,25 @@ class CompletePart(Part):
             raise
 
     def _table(self, name: str, dtype: np.dtype) -> np.ndarray:
-        if name in schema.OPTIONAL_TABLES and not self._file.id.links.exists(name.encode()):
+        if name in schema.OPTIONAL_TABLES and not self._file.has(name):
             return np.zeros(0, dtype)
         return read_table(self._file, f"/{name}", dtype)
 
     def manifest(self) -> dict[str, Any]:
         """Return the manifest that the file carries."""
         where = f"{self.path}:/manifest"
-        dataset = safe_dataset(self._file, "/manifest", self._groups)
+        found = self._file.dataset("/manifest")
         with reading(where):
-            value = dataset[()]
+            value = h5py.Dataset(found.id)[()]
         return check_place(check_manifest(json_object(value, where), where), where)
 
     def raw(self, dataset: str, shape: Shape, dtype: str, start: int, stop: int) -> np.ndarray:
         """Return rows of a block, read with the file's own type: HDF5 converts nothing."""
         where = (dataset, shape, dtype)
         if where not in self._offsets:
-            found = safe_dataset(self._file, dataset, self._groups)
+            found = self._file.dataset(dataset)
             check_tensor(found, shape, dtype)
-            self._offsets[where] = found.id.get_offset()
+            self._offsets[where] = found.offset
         offset, carrier = self._offsets[where], stored_dtype(dtype).carrier
         if offset is not None:  # contiguous: read past HDF5, which lets one thread in at a time
             features = math.prod(shape[1:])
@@ -138,7 +136,7 @@ class CompletePart(Part):
                 offset += start * features * carrier.itemsize
                 values = read_at(self._descriptor, offset, carrier, (stop - start) * features)
             return values.reshape(stop - start, *shape[1:])
-        found = safe_dataset(self._file, dataset, self._groups)
+        found = self._file.dataset(dataset)
         whole = found.shape != shape  # the same content stored once for tensors of different shapes
         count = found.shape if whole else (stop - start, *shape[1:])
         with reading(f"{self.path}:{dataset}"):
@@ -156,10 +154,13 @@ class CompletePart(Part):
 
     def sketch(self, dataset: str, columns: int) -> np.ndarray:
         """Return the float64 table of a weight sketch."""
-        found = safe_dataset(self._file, dataset, self._groups)
-        if found.dtype != np.float64 or found.ndim != 2 or found.shape[1] != columns:
+        found = self._file.dataset(dataset)
+        if not type_matches(found.type, "float64") or len(found.shape) != 2 or found.shape[1] != columns:
             raise DumpError(f"{self.path}:{dataset} is not the sketch of a parameter", DAMAGED)
-        return found[...]
+        with reading(f"{self.path}:{dataset}"):
+            if found.offset is None:
+                return h5py.Dataset(found.id)[...]
+            return read_at(self._descriptor, found.offset, _FLOAT64, math.prod(found.shape)).reshape(found.shape)
 
     def close(self) -> None:
         """Close the file."""

@@ -18,7 +18,7 @@ from probe.store.peers import Peers
 from probe.store.places import Place
 from probe.store.schema import CELLS, CHECKSUM, COLUMNS, FOREIGN, PARTIAL, SHARDS, TensorInfo
 from probe.store.shards import Piece, Plan, plan
-from probe.store.validate import DAMAGED, check_dtype, json_shape, text_of
+from probe.store.validate import DAMAGED, Record, check_dtype, json_shape, records_of, text_of
 
 PIECE_BYTES = 64 << 20
 """What is read of a tensor at once where it is read piece by piece, unless one row is larger."""
@@ -48,7 +48,7 @@ class _Stored:
     order: int
     has_rows: bool
     blocks: list[_Block] = field(default_factory=list)
-    statistics: list[np.void] = field(default_factory=list)
+    statistics: list[Record] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
@@ -161,7 +161,7 @@ class TensorStore:
 
     def _collect(self, number: int, part: Part) -> None:
         mine: dict[Key, _Stored] = {}
-        for record in sorted(part.tables["index"], key=lambda r: (int(r["order"]), int(r["block"]))):
+        for record in sorted(records_of(part.tables["index"]), key=lambda r: (r["order"], r["block"])):
             key = (text_of(record["module"]), text_of(record["slot"]))
             where = f"{part.path}:/index {':'.join(key)}"
             shape = json_shape(record["shape"], where, rows=True)
@@ -169,7 +169,7 @@ class TensorStore:
             shard = _check_shard(text_of(record["shard"]), dtype, shape, where)
             fields = (dtype, shape[1:], shard)
             if key not in mine:
-                mine[key] = _Stored(number, *fields, int(record["order"]), text_of(record["row_axes"]) != "")
+                mine[key] = _Stored(number, *fields, record["order"], text_of(record["row_axes"]) != "")
                 self._stored.setdefault(key, []).append(mine[key])
             stored = mine[key]
             if (stored.dtype, stored.features, stored.shard) == fields:
@@ -293,8 +293,11 @@ class TensorStore:
         if index is None:
             arrays = [self._raw(block, dtype, 0, block.shape[0]) for block in blocks]
             return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        run = is_run(index)
+        if run and len(blocks) == 1 and index[0] >= 0 and index[-1] < blocks[0].shape[0]:
+            return self._raw(blocks[0], dtype, int(index[0]), int(index[-1]) + 1)
         starts = np.cumsum([0, *(block.shape[0] for block in blocks)])
-        if is_run(index):  # of one block: read as it lies
+        if run:  # of one block: read as it lies
             holder = int(np.searchsorted(starts, index[0], side="right")) - 1
             if index[-1] < starts[holder + 1]:
                 first = int(index[0] - starts[holder])
@@ -355,13 +358,13 @@ def _add_statistics(info: TensorInfo, stored: Iterable[_Stored]) -> None:
     sums = []
     for entry in stored:
         for block, record in zip(entry.blocks, entry.statistics):
-            info.nan += int(record["nan"])
-            info.inf += int(record["inf"])
-            finite = math.prod(block.shape) - int(record["nan"]) - int(record["inf"])
-            if finite and np.isfinite(record["norm"]):
+            info.nan += record["nan"]
+            info.inf += record["inf"]
+            finite = math.prod(block.shape) - record["nan"] - record["inf"]
+            if finite and math.isfinite(record["norm"]):
                 info.min = float(np.fmin(info.min, record["min"]))
                 info.max = float(np.fmax(info.max, record["max"]))
-                sums.append((float(record["mean"]), finite, float(record["norm"])))
+                sums.append((record["mean"], finite, record["norm"]))
     count = sum(n for _, n, _ in sums)
     info.mean = sum(m * n for m, n, _ in sums) / count if count else float("nan")
     info.norm = float(np.sqrt(sum(norm**2 for *_, norm in sums)))

@@ -12,12 +12,13 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
-from h5py import h5d, h5l, h5s
+from h5py import h5d, h5l, h5s, h5t
 
 from probe.errors import DumpError, first_line
 from probe.store.dtypes import DTYPES, type_matches
@@ -51,80 +52,104 @@ def open_file(path: Path) -> h5py.File:
         ) from None
 
 
-Groups = dict[str, h5py.h5g.GroupID]
-"""Groups of a file that were reached by hard links only, by path: a file has hundreds of datasets in a few groups."""
+class Checked(NamedTuple):
+    """A dataset that may be read: where it is in words, its shape and type, where its bytes lie if in one piece."""
+
+    id: h5d.DatasetID
+    where: str
+    shape: tuple[int, ...]
+    type: h5t.TypeID
+    offset: int | None
 
 
-def safe_dataset(file: h5py.File, path: str, groups: Groups | None = None) -> h5py.Dataset:
-    """Return the dataset at ``path`` after checking links, storage class and size; raise DumpError otherwise.
+class CheckedFile:
+    """An HDF5 file whose datasets are handed out after a check of their links, storage class and size."""
 
-    ``groups``: what was checked before, extended by what is checked now.
-    """
-    filename = file.filename
-    where = f"{filename}:{path}"
-    with reading(where):
-        folder, _, name = path.rpartition("/")
-        found = _child(_group(file, folder, groups if groups is not None else {}, filename), name, where)
-        if not isinstance(found, h5d.DatasetID):
-            raise DumpError(f"{where} is not a dataset", DAMAGED)
-        _check_storage(found, where, os.stat(filename).st_size)
-        return h5py.Dataset(found)
+    def __init__(self, path: Path) -> None:
+        self.file = open_file(path)
+        self.name: str = self.file.filename
+        # reached by hard links only: a file has hundreds of datasets in a few groups
+        self._groups: dict[str, Any] = {"": self.file.id}
+
+    def has(self, name: str) -> bool:
+        """Tell whether the file has an entry of this name at its root."""
+        return bool(self.file.id.links.exists(name.encode()))
+
+    def dataset(self, path: str) -> Checked:
+        """Return the dataset at ``path``; raise DumpError where it is not what a dump holds."""
+        where = f"{self.name}:{path}"
+        with reading(where):
+            folder, _, name = path.rpartition("/")
+            found = _child(self._group(folder), name, where)
+            if not isinstance(found, h5d.DatasetID):
+                raise DumpError(f"{where} is not a dataset", DAMAGED)
+            return _check_storage(found, where, os.stat(self.name).st_size)
+
+    def _group(self, path: str) -> Any:
+        """Return the group at ``path``, every link to it checked; the file itself at the empty path."""
+        if path not in self._groups:
+            folder, _, name = path.rpartition("/")
+            self._groups[path] = _child(self._group(folder), name, f"{self.name}:{path}")
+        return self._groups[path]
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
 
 
-def _group(file: h5py.File, path: str, known: Groups, filename: str) -> h5py.h5g.GroupID:
-    """Return the group at ``path``, every link to it checked; the file itself at the empty path."""
-    if not path:
-        return file.id
-    if path not in known:
-        folder, _, name = path.rpartition("/")
-        where = f"{filename}:{path}"
-        known[path] = _child(_group(file, folder, known, filename), name, where)
-    return known[path]
-
-
-def _child(group: h5py.h5g.GroupID, name: str, where: str) -> Any:
+def _child(group: Any, name: str, where: str) -> Any:
     """Return what a hard link of a group leads to; raise DumpError for another link, or none."""
     if not name:
         return group
-    links = group.links if isinstance(group, h5py.h5g.GroupID | h5py.h5f.FileID) else None
-    if links is None or not links.exists(name.encode()):
+    links: Any = group.links if isinstance(group, h5py.h5g.GroupID | h5py.h5f.FileID) else None
+    link = name.encode()
+    try:
+        kind = links.get_info(link).type if links is not None else None
+    except (KeyError, RuntimeError):  # which one depends on the version of HDF5
+        if links.exists(link):
+            raise
+        kind = None
+    if kind is None:
         raise DumpError(f"{where} is missing from the file", "it is damaged, or not a probe dump file")
-    if links.get_info(name.encode()).type != h5l.TYPE_HARD:
+    if kind != h5l.TYPE_HARD:
         raise DumpError(f"{where} is a soft or external link", "a dump holds none: do not trust this file")
-    return h5py.h5o.open(group, name.encode())
+    return h5py.h5o.open(group, link)
 
 
-def _check_storage(dataset: h5d.DatasetID, where: str, file_size: int) -> None:
-    plist = dataset.get_create_plist()
+def _check_storage(dataset: h5d.DatasetID, where: str, file_size: int) -> Checked:
+    plist, space, kind = dataset.get_create_plist(), dataset.get_space(), dataset.get_type()
     layout = plist.get_layout()
     if plist.get_external_count() or layout == h5d.VIRTUAL:
         raise DumpError(f"{where} keeps its bytes in another file", UNTRUSTED)
     if plist.get_nfilters():
         raise DumpError(f"{where} is compressed or filtered", UNTRUSTED)
-    if dataset.get_space().get_simple_extent_type() == h5s.NULL:
+    if space.get_simple_extent_type() == h5s.NULL:
         raise DumpError(f"{where} has no shape", DAMAGED)
-    logical = math.prod(dataset.shape) * dataset.get_type().get_size()
-    stored = dataset.get_storage_size()
+    shape = space.shape
+    logical = math.prod(shape) * kind.get_size()
+    stored, offset = dataset.get_storage_size(), None
     if layout == h5d.CONTIGUOUS and stored:
-        stored = min(stored, file_size - dataset.get_offset())
+        offset = dataset.get_offset()
+        stored = min(stored, file_size - offset)
     if logical > stored:
         raise DumpError(f"{where} declares {logical} bytes but holds {max(stored, 0)}", "it is damaged or forged")
+    return Checked(dataset, where, shape, kind, offset)
 
 
-def check_tensor(dataset: h5py.Dataset, shape: tuple[int, ...], dtype: str) -> None:
+def check_tensor(found: Checked, shape: tuple[int, ...], dtype: str) -> None:
     """Check that a tensor's dataset has the element type and count that the index promises."""
-    if not type_matches(dataset.id.get_type(), dtype):
-        raise DumpError(f"{dataset.file.filename}:{dataset.name} is not stored as {dtype}", DAMAGED)
-    if math.prod(shape) != math.prod(dataset.shape):
-        where = f"{dataset.file.filename}:{dataset.name}"
-        raise DumpError(f"{where} has shape {dataset.shape}, the index says {shape}", DAMAGED)
+    if not type_matches(found.type, dtype):
+        raise DumpError(f"{found.where} is not stored as {dtype}", DAMAGED)
+    if math.prod(shape) != math.prod(found.shape):
+        raise DumpError(f"{found.where} has shape {found.shape}, the index says {shape}", DAMAGED)
 
 
-def read_table(file: h5py.File, path: str, expected: np.dtype) -> np.ndarray:
+def read_table(file: CheckedFile, path: str, expected: np.dtype) -> np.ndarray:
     """Return a whole table after checking that it has the columns, and their types, of this schema version."""
-    dataset = safe_dataset(file, path)
-    where = f"{file.filename}:{path}"
+    found = file.dataset(path)
+    where = found.where
     with reading(where):
+        dataset = h5py.Dataset(found.id)
         dtype = dataset.dtype
         if dtype.names != expected.names:
             raise DumpError(
@@ -140,6 +165,16 @@ def _same_type(found: np.dtype, expected: np.dtype) -> bool:
     if h5py.check_string_dtype(expected) is not None:
         return h5py.check_string_dtype(found) is not None
     return found == expected
+
+
+Record = dict[str, Any]
+"""A row of a table by column, as Python's own numbers and texts."""
+
+
+def records_of(table: np.ndarray) -> list[Record]:
+    """Return the rows of a table, each column read faster than through numpy's scalars."""
+    names = table.dtype.names or ()
+    return [dict(zip(names, row)) for row in table.tolist()]
 
 
 def text_of(value: Any) -> str:
@@ -160,14 +195,21 @@ def json_object(value: Any, where: str) -> dict[str, Any]:
 
 def json_shape(value: Any, where: str, *, rows: bool = False) -> tuple[int, ...]:
     """Return the shape in a text column: at most 32 axes of sizes >= 0; with ``rows`` the first one must exist."""
-    try:
-        parsed = json.loads(value)
-    except (ValueError, TypeError, RecursionError):
-        parsed = None
-    whole = isinstance(parsed, list) and all(type(size) is int and size >= 0 for size in parsed)
-    if not whole or len(parsed) > MAX_RANK or (rows and not parsed):
+    parsed = _parsed_shape(text_of(value))
+    if parsed is None or len(parsed) > MAX_RANK or (rows and not parsed):
         raise DumpError(f"{where} has the shape {text_of(value)[:80]!r}, which no tensor has", DAMAGED)
-    return tuple(parsed)
+    return parsed
+
+
+@lru_cache(1 << 10)
+def _parsed_shape(text: str) -> tuple[int, ...] | None:
+    """Return the sizes in a text, None where it holds none: most tensors of a dump have one of a few shapes."""
+    try:
+        parsed = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    whole = isinstance(parsed, list) and all(type(size) is int and size >= 0 for size in parsed)
+    return tuple(parsed) if whole else None
 
 
 def check_dtype(name: str, where: str) -> str:

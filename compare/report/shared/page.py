@@ -37,14 +37,15 @@ def render_page(
     ``figures``: id of an element -> bokeh item, None where there is nothing to draw; ``context``: the names that the
     template uses, beside ``policy``, ``scripts``, ``style``, ``data``, ``figures`` and ``has`` (ids of the charts).
     """
-    from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
+
+    from probe.compare.report.shared.templates import environment as make_environment
 
     drawn = {name: item for name, item in figures.items() if item}
     scripts = ["\n" + (REPORTS / name).read_text(encoding="utf-8") for name in (*SHARED_SCRIPTS, script)]
     if drawn:
         scripts.insert(0, "\n" + charts.bokeh_script() + "\n")
-    environment = Environment(loader=FileSystemLoader(REPORTS), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = make_environment(REPORTS)
     environment.filters.update(num=number, visible=visible, **filters)
     environment.globals["tell"] = words
     return environment.get_template(template).render(
