@@ -6,12 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= probe-demo
+TESTERS ?= 2
 
 .PHONY: setup demo test fast lint browser matrix faults healthy clean
 
 setup: $(READY)
 
-$(READY): constraints.txt setup.cfg pyproject.toml
+$(READY): constraints.txt setup.cfg setup.py hooks/start.pth pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make setup needs Python 3.11 or newer (PYTHON=...)")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch setuptools
@@ -23,12 +24,12 @@ $(READY): constraints.txt setup.cfg pyproject.toml
 demo: setup
 	$(BIN)/probe demo -o $(DEMO) --force
 
-# Everything: style, types, every test (the slow ones start real engines and a browser).
+# Everything: style, types, every test (the slow ones start real engines and a browser), in two processes by default.
 test: setup browser lint
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -m "slow or not slow" --numprocesses $(TESTERS) --dist loadfile
 
 fast: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

@@ -102,6 +102,7 @@ def examine() -> dict[str, Any]:
         "devices": devices,
         "switches": [_switch(name, usable) for name in SWITCHES],
         "engines": {name: _engine(name, versions, torch["torch"]) for name in ENGINES},
+        "activation": _activation(),
     }
 
 
@@ -150,6 +151,16 @@ def _engine(name: str, versions: dict[str, str], torch: str | None) -> dict[str,
     return {"ready": not missing, "version": version, "stages": list(engine.stages), "missing": missing}
 
 
+def _activation() -> dict[str, Any]:
+    """Tell whether DUMP_ON=1 reaches a program of this Python: whether the start-up line is there and works."""
+    if not _importable("wrapt"):
+        return {"ready": False, "missing": ["the package wrapt is missing: pip install wrapt"]}
+    command = [sys.executable, "-c", "import sys; sys.exit('probe.hooks.activate' not in sys.modules)"]
+    done = subprocess.run(command, env={**os.environ, "DUMP_ON": "1"}, capture_output=True, timeout=CHECK_SECONDS)
+    lost = "the start-up line zz_probe_rl.pth is not in site-packages: install probe-rl again"
+    return {"ready": not done.returncode, "missing": [lost] if done.returncode else []}
+
+
 def _importable(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
@@ -187,6 +198,10 @@ def _print(report: dict[str, Any]) -> None:
             common.say(f"not ready: {name} ({stages}): {sentence}", "yellow")
         if engine["ready"]:
             common.say(f"ready: {name} {engine['version'] or ''} ({stages})", "green")
+    for sentence in report["activation"]["missing"]:
+        common.say(f"not ready: programs of your own under DUMP_ON=1: {sentence}", "yellow")
+    if report["activation"]["ready"]:
+        common.say("ready: programs of your own under DUMP_ON=1 (probe dump -- COMMAND)", "green")
     common.say("ready: compare, show (no torch needed)", "green")
 
 

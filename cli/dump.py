@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import warnings
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import click
 from click.core import ParameterSource
 
 from probe.cli import common
+from probe.cli.job import ALL, holdings, run_job
+from probe.cli.next import next_command
 from probe.cli.progress import observing
 from probe.errors import UsageError
 from probe.hooks.runners.job import (
@@ -29,7 +31,8 @@ from probe.hooks.runners.job import (
     check_job,
 )
 from probe.hooks.runners.parallel import listed
-from probe.settings import STAGES
+from probe.hooks.runners.prompts import model_of_sequences
+from probe.settings import ENVIRONMENT, TASKS
 from probe.store.reader import Dump, open_dump
 
 DEVICES = ("auto", "cpu", "cuda", "npu")
@@ -42,6 +45,7 @@ token_group = common.option("Which tokens")
 sampling_group = common.option("Sampling (with --prompts)")
 engine_group = common.option("How the engine runs")
 parallel_group = common.option("How many processes share the model")
+job_group = common.option("What a program of your own records (with -- COMMAND)")
 output_group = common.option("Output")
 
 PARALLEL_OPTIONS = tuple(field.name for field in fields(Parallel))
@@ -53,6 +57,42 @@ ENGINE_OPTIONS = {
     "engine_arg": ("vllm", "transformers"),
 }
 """Options that only some engines can honour; with another engine they are refused rather than ignored."""
+
+
+JOB_OPTIONS = ("task", "steps", "seqs", "rows", "layers", "max_bytes")
+"""Options that only say something about ``-- COMMAND``."""
+SHARED_OPTIONS = ("stage", "prompts_only", "output", "force")
+"""Options that mean the same with and without ``-- COMMAND``; every other one is refused beside it."""
+COMMAND = "probe.command"
+"""Key of the words after ``--`` in click's context."""
+
+
+class DumpCommand(common.Command):
+    """A command that keeps everything after ``--`` as it is typed."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Set the words after the first ``--`` aside and read the options before it."""
+        if "--" in args:
+            at = args.index("--")
+            args, context.meta[COMMAND] = args[:at], args[at + 1 :]
+        return super().parse_args(context, args)
+
+    def collect_usage_pieces(self, context: click.Context) -> list[str]:
+        """Return the words of the usage line."""
+        return [*super().collect_usage_pieces(context), "[-- COMMAND...]"]
+
+
+class Numbers(click.ParamType):
+    """Whole numbers with commas between them, for instance 0,10,20."""
+
+    name = "N,..."
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> str:
+        """Return the numbers as one word."""
+        words = str(value).replace(" ", "").split(",")
+        if not all(word.isdecimal() for word in words):
+            self.fail(f"{value!r} is not a list of whole numbers such as 0,10,20", parameter, context)
+        return ",".join(words)
 
 
 class EngineArgument(click.ParamType):
@@ -74,8 +114,14 @@ class EngineArgument(click.ParamType):
             return key, text
 
 
+def job_option(setting: str, type: click.ParamType | None = None) -> dict[str, Any]:
+    """Return what click gets for an option that is a setting's variable (probe.settings.ENVIRONMENT)."""
+    metavar = {} if type else {"metavar": "N"}
+    return {"type": type or click.IntRange(min=0), "envvar": ENVIRONMENT[setting], "show_envvar": True, **metavar}
+
+
 @click.command(
-    cls=common.Command,
+    cls=DumpCommand,
     examples="""
     probe dump --stage rollout --model Qwen2.5-0.5B --prompts prompts.txt -o d/rollout
     probe dump --stage actor --from d/rollout -o d/actor
@@ -84,9 +130,15 @@ class EngineArgument(click.ParamType):
     probe dump --stage rollout --from d/rollout --force-decode -o d/again
     probe dump --stage actor --from d/rollout --noise -o d/noise
     probe dump --stage reference --from d/rollout --dtype float64 -o d/golden
+    probe dump --stage all -o d -- python train.py
     """,
 )
-@run_group("--stage", type=click.Choice(STAGES), required=True, help="Which side of the training this is.")
+@run_group(
+    "--stage",
+    type=click.Choice((*DEFAULT_ENGINE, ALL)),
+    help="Which side of the training this is; all (with -- COMMAND): as each process finds out.  [default with "
+    "-- COMMAND: all]",
+)
 @run_group(
     "--engine",
     metavar="|".join(ENGINES),
@@ -98,7 +150,12 @@ class EngineArgument(click.ParamType):
     help="Hugging Face checkpoint directory.  [default: the model of --from]",
 )
 @token_group("--prompts", type=click.Path(path_type=Path), help="Prompts: a .txt (one a line) or .jsonl file.")
-@token_group("--from", "source", type=click.Path(path_type=Path), help="Dump whose tokens are run again.")
+@token_group(
+    "--from",
+    "source",
+    type=click.Path(path_type=Path),
+    help="Dump whose tokens are run again, or a file of 'probe tokens --worst'.",
+)
 @token_group(
     "--force-decode",
     is_flag=True,
@@ -193,6 +250,16 @@ class EngineArgument(click.ParamType):
     help="megatron, fsdp, fsdp1: data-parallel ranks.  [default: as --ep; 2 for fsdp and fsdp1]",
 )
 @parallel_group("--sp", is_flag=True, help="megatron: sequence parallelism between the tensor-parallel ranks.")
+@job_group("--task", **job_option("task", type=click.Choice(TASKS)), help="tokens: no tensors, at full speed.")
+@job_group(
+    "--steps",
+    **job_option("step", type=Numbers()),
+    help="Steps to record.  [default: the first; with --task tokens every one]",
+)
+@job_group("--seqs", **job_option("seqs"), help="Sequences whose tensors are stored, 0 for all.  [default: 4]")
+@job_group("--rows", **job_option("rows"), help="Tokens of each whose tensors are stored, 0 for all.  [default: 256]")
+@job_group("--layers", **job_option("layers", type=Numbers()), help="Layers whose tensors are stored.  [default: all]")
+@job_group("--max-bytes", **job_option("max_bytes"), help="Bytes of tensors per file, 0 for all.  [default: 2 GB]")
 @output_group("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the new dump.")
 @output_group("--force", is_flag=True, help="Replace a dump that is already there.")
 @click.pass_context
@@ -200,11 +267,18 @@ def dump(context: click.Context, **options: Any) -> None:
     """Run a model on an engine and store its tensors, rows and log-probs.
 
     A rollout generates from --prompts; an actor or a reference recomputes the tokens of another dump, given with
-    --from, so that the two can be compared row by row.
+    --from, so that the two can be compared row by row. With -- COMMAND a program of your own is run unchanged, and
+    what its engines and trainers do is stored: its processes are reached through the environment.
     """
+    command = context.meta.get(COMMAND)
+    _refuse_ignored(context, command)
+    if command is not None:
+        context.exit(run_job(command, options))
+    if options["stage"] is None:
+        raise click.MissingParameter(ctx=context, param=next(p for p in context.command.params if p.name == "stage"))
     job = make_job(options)
     check_job(job)
-    _refuse_ignored(context, job)
+    _refuse_of_other_engines(context, job)
     if options["out_of_process"]:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     _tame_engines(job)
@@ -248,20 +322,39 @@ def make_job(options: dict[str, Any]) -> DumpJob:
 
 
 def _model_of(source: Path) -> Path:
-    with open_dump(source) as dump:
-        path = (dump.manifest.get("model") or {}).get("path")
+    if source.is_file():
+        path: Any = model_of_sequences(source)
+    else:
+        with open_dump(source) as dump:
+            path = (dump.manifest.get("model") or {}).get("path")
     if not path:
         raise UsageError(f"{source} does not say which model made it", "add --model PATH")
     return Path(path)
 
 
-def _refuse_ignored(context: click.Context, job: DumpJob) -> None:
-    """Refuse options that were typed but could have no effect on this job."""
-    typed = {
+def _typed(context: click.Context) -> dict[str, str]:
+    """Return the options on the command line: parameter -> as it is typed."""
+    return {
         p.name: p.opts[0]
         for p in context.command.params
         if p.name and context.get_parameter_source(p.name) is ParameterSource.COMMANDLINE
     }
+
+
+def _refuse_ignored(context: click.Context, command: Sequence[str] | None) -> None:
+    """Refuse options that belong to the other form of the command: with, or without, a program of one's own."""
+    for name, option in _typed(context).items():
+        if command is None and name in JOB_OPTIONS:
+            raise UsageError(f"{option} has no effect without a program", "add -- COMMAND..., or leave it out")
+        if command is not None and name not in (*JOB_OPTIONS, *SHARED_OPTIONS):
+            raise UsageError(f"{option} has no effect on a program of your own (-- COMMAND)", "leave it out")
+    if command is None and context.params.get("stage") == ALL:
+        raise UsageError("--stage all records a program of your own", "add -- COMMAND...")
+
+
+def _refuse_of_other_engines(context: click.Context, job: DumpJob) -> None:
+    """Refuse options that were typed but could have no effect on this job."""
+    typed = _typed(context)
     for name, engines in ENGINE_OPTIONS.items():
         if name in typed and job.engine not in engines:
             raise UsageError(f"{typed[name]} has no effect on engine {job.engine}", f"it is for {listed(engines)}")
@@ -288,19 +381,4 @@ def _tame_engines(job: DumpJob) -> None:
 
 def describe(dump: Dump) -> str:
     """Return one line: where a dump is and how much it holds."""
-    prompt = sum(s.prompt_len for s in dump.sequences)
-    response = sum(max(0, s.length - s.prompt_len) for s in dump.sequences)
-    rows = max((t.rows for t in dump.tensors.values() if t.has_rows), default=0)
-    held = sum(f.stat().st_size for f in dump.path.rglob("*") if f.is_file())
-    sequences = f"{common.count(len(dump.sequences), 'sequence')} ({prompt} prompt + {response} response tokens)"
-    counts = (sequences, common.count(rows, "row"), common.count(len(dump.tensors), "tensor"), common.size(held))
-    return f"{dump.path}: {', '.join(counts)}"
-
-
-def next_command(dump: Dump, job: DumpJob) -> str:
-    """Return the command that a person will want next."""
-    here = shlex.quote(str(dump.path))
-    if job.source is not None:
-        return f"probe compare {shlex.quote(str(job.source))} {here}"
-    alike = f" --logprobs-mode {PROCESSED}" if job.sampling.logprobs_mode == PROCESSED else ""
-    return f"probe dump --stage actor --from {here}{alike} -o {shlex.quote(str(dump.path.with_name('actor')))}"
+    return f"{dump.path}: {holdings(dump, dump.path)}"

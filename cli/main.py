@@ -15,6 +15,7 @@ import click
 from probe._version import __version__
 from probe.cli import common
 from probe.errors import ProbeError
+from probe.hooks.activate import stand_down
 
 COMMANDS: dict[str, str] = {
     "dump": "Run a model on an engine and store its tensors, rows and log-probs.",
@@ -101,6 +102,7 @@ cli.params += common.verbosity_options()
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; ends the process with status 0, 1 (the dumps differ) or 2 (trouble)."""
     common.State.verbosity = common.NORMAL
+    stand_down()  # under DUMP_ON=1 this process would be recorded twice
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a locale without UTF-8 must not turn a report into an error
             stream.reconfigure(errors="backslashreplace")

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
-from probe.errors import CaptureError
+from probe.errors import CaptureError, OutputExistsError
+from probe.hooks.budget import chosen_folder, limits_of, make_budget
 from probe.hooks.capture import Capture
 from probe.hooks.device import dtype_name
 from probe.hooks.engines.megatron import MegatronAdapter
+from probe.hooks.engines.megatron_facts import config_of
 from probe.hooks.engines.megatron_parallel import parallel_facts
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.transformers import BatchAdapter
 from probe.hooks.engines.vllm import VllmAdapter
-from probe.hooks.engines.vllm_model_runner import find_runner, record_schedule, refuse_unsupported
+from probe.hooks.engines.vllm_model_runner import find_runner, model_of, record_schedule, refuse_unsupported
 from probe.hooks.engines.vllm_parallel import place_of
 from probe.hooks.parameters import store_model
 from probe.hooks.runners.tokens import write_tokens
@@ -49,6 +51,15 @@ KINDS = (
 
 
 @dataclass
+class Subject:
+    """What a caller handed over: the modules to hook, what they are, and vLLM's model runner where that holds them."""
+
+    chunks: list[torch.nn.Module]
+    kind: Kind
+    runner: Any
+
+
+@dataclass
 class Attached:
     """A running capture and what completes it."""
 
@@ -61,28 +72,20 @@ class Attached:
 
 def attach(model: Any, settings: Settings, step: int, rank: int, writer: DumpWriter | None, adapter: Any) -> Attached:
     """Hook a model and return the running capture; ``writer`` and ``adapter`` continue those of the same step."""
-    runner = find_runner(model)
-    chunks = [runner.model] if runner is not None else list(model) if isinstance(model, list | tuple) else [model]
-    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
-        raise CaptureError(f"cannot capture {_described(model)}", "pass a torch.nn.Module or a list of them")
-    refuse_compiled(chunks)
-    kind = kind_of(chunks[0])
-    if kind.engine == "vllm" and runner is None:
-        raise CaptureError("this vLLM model has no model runner in this process", "pass the LLM, or use 'probe dump'")
-    stage = settings.stage or kind.stage
-    manifest = _manifest(kind, stage, chunks[0], runner, settings)
+    subject = subject_of(model)
+    refuse_compiled(subject.chunks)
+    stage = settings.stage or subject.kind.stage
+    manifest = describe(subject, stage, settings)
     if writer is not None:
-        return _hook(chunks, adapter, writer, runner, settings, manifest)
+        return _hook(subject, adapter, writer, settings, manifest)
     folder = Path(settings.dump_path)
     writer = open_writer(folder / stage / f"step{step}" / f"rank{rank}.h5", manifest, settings)
     try:
-        adapter = make_adapter(kind, writer, runner, settings)
+        adapter = make_adapter(subject.kind, writer, subject.runner, settings)
+        adapter.budget = make_budget(manifest, writer, chosen_folder(folder, step))
         adapter.sequence_prefix = sequence_prefix(manifest, rank)
-        for chunk in chunks:
-            for weight in named_sketches(unwrap(chunk), adapter):
-                writer.add_weight(weight)
-            store_model(writer, unwrap(chunk), adapter, settings)
-        attached = _hook(chunks, adapter, writer, runner, settings, manifest)
+        store_weights(subject, writer, adapter, settings)
+        attached = _hook(subject, adapter, writer, settings, manifest)
     except BaseException:
         writer.discard()
         raise
@@ -90,20 +93,43 @@ def attach(model: Any, settings: Settings, step: int, rank: int, writer: DumpWri
     return attached
 
 
+def subject_of(model: Any, runner: Any = None) -> Subject:
+    """Return what a module, a list of Megatron chunks, a vLLM model or an in-process ``vllm.LLM`` is.
+
+    Raises CaptureError for anything else, and for a vLLM model whose runner is not in this process.
+    """
+    runner = find_runner(model) if runner is None else runner
+    chunks = [model_of(runner)] if runner is not None else list(model) if isinstance(model, list | tuple) else [model]
+    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
+        raise CaptureError(f"cannot capture {_described(model)}", "pass a torch.nn.Module or a list of them")
+    kind = kind_of(chunks[0])
+    if kind.engine == "vllm" and runner is None:
+        raise CaptureError("this vLLM model has no model runner in this process", "pass the LLM, or use 'probe dump'")
+    return Subject(chunks, kind, runner)
+
+
 def open_writer(path: Path, manifest: dict[str, Any], settings: Settings) -> DumpWriter:
     """Open a dump file, with a clear error where the folder cannot be written."""
     try:
         return DumpWriter(path, manifest, block_bytes=settings.block_bytes)
+    except FileExistsError:  # another process made it between the look and the opening
+        raise OutputExistsError(f"{path} already exists", "choose another output folder") from None
     except OSError as error:
         raise CaptureError(f"cannot write {path} ({error.strerror or error})", "choose another dump_path") from None
 
 
-def _hook(
-    chunks: list[torch.nn.Module], adapter: Any, writer: DumpWriter, runner: Any, settings: Settings, manifest: Any
-) -> Attached:
+def store_weights(subject: Subject, writer: DumpWriter, adapter: Any, settings: Settings) -> None:
+    """Store sketches of the parameters, and their values where the settings ask for them."""
+    for chunk in subject.chunks:
+        for weight in named_sketches(unwrap(chunk), adapter):
+            writer.add_weight(weight)
+        store_model(writer, unwrap(chunk), adapter, settings)
+
+
+def _hook(subject: Subject, adapter: Any, writer: DumpWriter, settings: Settings, manifest: Any) -> Attached:
     capture = Capture(writer, adapter, settings)
-    capture.attach(chunks)
-    undo = record_schedule(runner, adapter) if runner is not None else None
+    capture.attach(subject.chunks)
+    undo = record_schedule(subject.runner, adapter) if subject.runner is not None else None
     return Attached(writer, adapter, capture, manifest, undo)
 
 
@@ -167,7 +193,9 @@ def complete(writer: DumpWriter, adapter: Any, manifest: dict[str, Any]) -> None
         write_tokens(path.parent, manifest, adapter.logits, known=adapter.known_tokens())
 
 
-def _manifest(kind: Kind, stage: str, model: torch.nn.Module, runner: Any, settings: Settings) -> dict[str, Any]:
+def describe(subject: Subject, stage: str, settings: Settings) -> dict[str, Any]:
+    """Return the manifest of a stage that runs this model."""
+    kind, runner, model = subject.kind, subject.runner, subject.chunks[0]
     world = _world_size()
     topology, coordinates = _parallel(kind, model, runner, world)
     model = unwrap(model)
@@ -193,7 +221,8 @@ def _manifest(kind: Kind, stage: str, model: torch.nn.Module, runner: Any, setti
     )
     if kind.engine == "megatron":  # a GPTModel knows its vocabulary only as padded to a multiple
         manifest["layout"]["vocab_padded"] = True
-    return manifest
+    limits = limits_of(settings, manifest)
+    return manifest | ({"budget": limits} if limits else {})
 
 
 def _world_size() -> int:
@@ -209,26 +238,5 @@ def _config(model: torch.nn.Module, runner: Any) -> tuple[dict[str, Any], str]:
     if hasattr(config, "to_dict"):
         return config.to_dict(), str(getattr(config, "_name_or_path", ""))
     if hasattr(config, "num_query_groups"):
-        found = {hf: getattr(config, name, None) for hf, name in _MEGATRON_CONFIG.items()}
-        found = {hf: value for hf, value in found.items() if value is not None}
-        return found | {"vocab_size": getattr(model, "vocab_size", 0)}, ""
+        return config_of(model), ""
     return {}, ""
-
-
-_MEGATRON_CONFIG = {
-    "hidden_size": "hidden_size",
-    "intermediate_size": "ffn_hidden_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "head_dim": "kv_channels",
-    "rms_norm_eps": "layernorm_epsilon",
-    "normalization": "normalization",
-    "layernorm_zero_centered_gamma": "layernorm_zero_centered_gamma",
-    "num_experts": "num_moe_experts",
-    "num_experts_per_tok": "moe_router_topk",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_rope_head_dim": "qk_pos_emb_head_dim",
-}
-"""Hugging Face's word for a setting -> Megatron's attribute; those that a configuration lacks are left out."""

@@ -66,9 +66,18 @@ class _Copy:
 class Capture:
     """Hooks on one model (or list of model chunks) that feed one :class:`DumpWriter`."""
 
-    def __init__(self, writer: DumpWriter, adapter: EngineAdapter, settings: Settings | None = None) -> None:
+    def __init__(
+        self,
+        writer: DumpWriter,
+        adapter: EngineAdapter,
+        settings: Settings | None = None,
+        on_error: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """Make a capture; with ``on_error`` a failure of its own goes there and ends it, and the model runs on."""
         self.writer, self.adapter = writer, adapter
         self.settings = settings or Settings()
+        self._on_error, self._failed = on_error, False
+        self.busy = False
         self.calls = 0
         self.fired: set[str] = set()
         self._call: CallRows | None = None
@@ -114,6 +123,11 @@ class Capture:
             self._record(path, path, slot, value, place, call)
 
     @property
+    def call(self) -> CallRows | None:
+        """Return the rows of the call that runs or ran last, None before any and for one that is not recorded."""
+        return self._call
+
+    @property
     def _recording(self) -> bool:
         return self._call is not None and (self._root is not None or self.adapter.runs_after_forward)
 
@@ -129,20 +143,40 @@ class Capture:
                 path = f"chunk{number}.{path}".rstrip(".") if path in taken else path
                 aliases.setdefault(id(module), (module, []))[1].append(path)
         for entry in chain:
-            self._undo.append(entry.register_forward_pre_hook(self._begin(chain), with_kwargs=True).remove)
+            self._undo.append(entry.register_forward_pre_hook(self._safe(self._begin(chain)), with_kwargs=True).remove)
         for module, paths in aliases.values():
             self._attach_module(module, paths, module is root)
         for entry in chain:
-            self._undo.append(entry.register_forward_hook(self._end, always_call=True).remove)
+            self._undo.append(entry.register_forward_hook(self._safe(self._end), always_call=True).remove)
 
     def _attach_module(self, module: torch.nn.Module, paths: list[str], is_root: bool) -> None:
         for path in paths:
             self._modules.setdefault(path, module)
         resolve = self._resolver(paths)
-        self._undo.append(module.register_forward_pre_hook(self._enter(resolve), with_kwargs=True).remove)
-        self._undo.append(module.register_forward_hook(self._leave(is_root), with_kwargs=True).remove)
+        self._undo.append(module.register_forward_pre_hook(self._safe(self._enter(resolve)), with_kwargs=True).remove)
+        self._undo.append(module.register_forward_hook(self._safe(self._leave(is_root)), with_kwargs=True).remove)
         for method, slot in self.adapter.taps(paths[0], module).items():
-            self._undo.append(tap(module, method, self._tapped(module, resolve, slot)))
+            self._undo.append(tap(module, method, self._safe(self._tapped(module, resolve, slot))))
+
+    def _safe(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Return a hook whose failure cannot reach the model where somebody wants to hear of it instead."""
+        on_error = self._on_error
+        if on_error is None:
+            return hook
+
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            if self._failed:
+                return
+            outermost, self.busy = not self.busy, True
+            try:
+                hook(*args, **kwargs)
+            except Exception as error:
+                self._failed = True
+                on_error(error)
+            finally:
+                self.busy = self.busy and not outermost
+
+        return guarded
 
     def _resolver(self, paths: list[str]) -> Callable[[], str]:
         """Return how to name a module now: one shared by several parents is named after the parent that runs."""
@@ -268,6 +302,8 @@ class Capture:
             return
         if call.company and not place.has_rows:
             return
+        if not self._affordable(tensor, place, call):
+            return
         copy, segment = call.take(indexable(tensor), place)
         if not len(segment.rows):
             return
@@ -276,6 +312,20 @@ class Capture:
         self._pending_bytes += copy.nbytes
         if self._pending_bytes > PENDING_BYTES:
             self._drain()
+
+    def _affordable(self, tensor: torch.Tensor, place: Place, call: CallRows) -> bool:
+        """Tell whether the budget takes this tensor's rows; what has no rows goes with the rows of its call."""
+        budget = self.adapter.budget
+        if budget is None:
+            return True
+        rows = len(call.segment.rows)
+        if not rows:
+            return False
+        share = min(1.0, rows / max(call.grid.size, 1)) if place.has_rows else 1.0
+        size = int(tensor.nbytes * share)
+        if not budget.takes(self._pending_bytes + size):
+            self._drain()  # equal contents are stored once: what waited may have taken less
+        return budget.takes(self._pending_bytes + size, counts=True)
 
     def _shard_of(self, path: str, slot: str, place: Place) -> str:
         """Return how a tensor lies over the TP ranks.

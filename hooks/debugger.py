@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("probe")
 _said_inert = False
 _running: list[PrecisionDebugger] = []
+on_created: list[Callable[[], None]] = []
+"""What the recording of whole jobs wants to do when a script turns out to have a debugger of its own."""
 
 
 class PrecisionDebugger:
@@ -29,7 +32,8 @@ class PrecisionDebugger:
 
     Inert unless ``DUMP_ON=1`` (or ``enabled=True``): nothing is hooked, nothing is imported, nothing is written. Every
     keyword is a field of :class:`probe.settings.Settings`; ``config_path`` names a json or yaml file with the same
-    keys. ``step()`` completes the dump of one training step. ``with debugger.start(model): ...`` stops and completes.
+    keys. Inert too under task ``tokens``, which is for whole jobs. ``step()`` completes the dump of one training step.
+    ``with debugger.start(model): ...`` stops and completes.
     """
 
     def __init__(self, config_path: str | Path | None = None, **keywords: Any) -> None:
@@ -40,6 +44,9 @@ class PrecisionDebugger:
         self._adapter: Any = None
         self._manifest: dict[str, Any] = {}
         self._undo: Any = None
+        if self.settings.enabled and self.settings.task == "tensor":
+            for stand_aside in on_created:
+                stand_aside()
 
     @property
     def enabled(self) -> bool:
@@ -47,8 +54,9 @@ class PrecisionDebugger:
         wanted = self.settings
         return (
             wanted.enabled
+            and wanted.task == "tensor"
             and (not wanted.step or self.current_step in wanted.step)
-            and (not wanted.rank or _rank() in wanted.rank)
+            and (not wanted.rank or global_rank() in wanted.rank)
         )
 
     def start(
@@ -166,7 +174,7 @@ class PrecisionDebugger:
         atexit.register(self._finish)  # after h5py's own handler, so that it runs before: exit handlers run backwards
         if self._writer is None:
             self._adapter = None
-        opened = attach(model, self.settings, self.current_step, _rank(), self._writer, self._adapter)
+        opened = attach(model, self.settings, self.current_step, global_rank(), self._writer, self._adapter)
         self._writer, self._adapter, self._capture = opened.writer, opened.adapter, opened.capture
         self._manifest, self._undo = opened.manifest, opened.undo
 
@@ -181,9 +189,13 @@ class PrecisionDebugger:
 
     def _say_inert(self) -> None:
         global _said_inert
-        if not _said_inert and not self.settings.enabled:
-            _said_inert = True
+        if _said_inert or (self.settings.enabled and self.settings.task == "tensor"):
+            return
+        _said_inert = True
+        if not self.settings.enabled:
             log.warning("PrecisionDebugger is off: set DUMP_ON=1 (or pass enabled=True) to record")
+        else:
+            log.warning("PrecisionDebugger is off: it records tensors, and task 'tokens' is for whole jobs")
 
 
 def save(tensor: torch.Tensor, name: str) -> None:
@@ -209,7 +221,8 @@ def seed_all(seed: int = 1234, mode: bool = False) -> None:
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
-def _rank() -> int:
+def global_rank() -> int:
+    """Return this process's rank in its job, without importing torch."""
     import sys
 
     distributed = sys.modules.get("torch.distributed")

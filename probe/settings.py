@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from probe.errors import UsageError
 
-STAGES = ("rollout", "actor", "reference")
-"""The stages that a dump can be of (probe.store.schema.STAGES): defined here, where reading them imports no numpy."""
-TASKS = ("tensor",)
+STAGES = ("rollout", "actor", "reference", "logprob", "update")
+"""The stages that a dump can be of (probe.store.schema.STAGES): defined here, where reading them imports no numpy.
+
+``actor`` is a trainer's forward as a whole; a job that recomputes log-probs before it updates has both as stages of
+their own, ``logprob`` and ``update``."""
+TASKS = ("tokens", "tensor")
 LEVELS = ("L0",)
 DATA_MODES = ("all", "forward", "input", "output")
 WEIGHTS = ("sketch", "layers")
 """What of the parameters is stored: sketches, or also the values of the modules that are recorded."""
+_LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\b")
+"""The number of the layer in a module's path; what is in no layer (embedding, final norm, head) has none."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -30,8 +36,9 @@ class Settings:
     modules whose path contains one of its entries. ``data_mode`` picks inputs, outputs or both. ``stage`` names the
     stage, one of :data:`STAGES`, and thereby a folder of the dump; empty takes the engine's usual one. ``weights``
     (``sketch`` or ``layers``) says whether the values of the recorded modules' parameters are stored too, at most
-    ``weights_bytes`` of them per file. Raises UsageError for a task, level, stage, weights or data_mode that is none of
-    those listed.
+    ``weights_bytes`` of them per file. ``layers``, ``seqs``, ``rows`` and ``max_bytes`` are the budget: numbers of the
+    layers, how many sequences, how many rows of each, and bytes of tensors per file; empty or 0 for all. Raises
+    UsageError for a task, level, stage, weights or data_mode that is none of those listed.
     """
 
     dump_path: str = "probe-dump"
@@ -47,6 +54,10 @@ class Settings:
     block_bytes: int = 8 << 20
     weights: str = "sketch"
     weights_bytes: int = 2 << 30
+    layers: tuple[int, ...] = ()
+    seqs: int = 0
+    rows: int = 0
+    max_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, allowed in (("task", TASKS), ("level", LEVELS), ("stage", ("", *STAGES)), ("weights", WEIGHTS)):
@@ -58,7 +69,10 @@ class Settings:
             raise UsageError(f"data_mode {sorted(unknown)[0]!r} is not supported", f"use {', '.join(DATA_MODES)}")
 
     def wants_module(self, path: str) -> bool:
-        """Tell whether a module (or a parameter of it) is recorded under ``list``."""
+        """Tell whether a module (or a parameter of it) is recorded under ``list`` and ``layers``."""
+        layer = _LAYER.search(path) if self.layers else None
+        if layer is not None and int(layer[1]) not in self.layers:
+            return False
         return not self.list or any(entry in path for entry in self.list)
 
     def wants(self, path: str, slot: str) -> bool:
@@ -72,13 +86,20 @@ class Settings:
 ENVIRONMENT = {
     "enabled": "DUMP_ON",
     "prompts_only": "PROMPTS_ONLY",
-    "dump_path": "PROBE_DUMP_PATH",
+    "dump_path": "PROBE_DUMP_DIR",
     "task": "PROBE_TASK",
     "stage": "PROBE_STAGE",
     "step": "PROBE_STEPS",
     "weights": "PROBE_WEIGHTS",
     "weights_bytes": "PROBE_WEIGHTS_BYTES",
+    "layers": "PROBE_LAYERS",
+    "seqs": "PROBE_SEQS",
+    "rows": "PROBE_ROWS",
+    "max_bytes": "PROBE_MAX_BYTES",
 }
+JOB_DEFAULTS: dict[str, Any] = {"seqs": 4, "rows": 256, "max_bytes": 2 << 30}
+"""Budget of a job that the environment alone switched on, where it says nothing else (design: a 7B model writes some
+5 MB per token, so that 4 x 256 rows are 5 GB without the limit of bytes)."""
 
 
 MSPROBE_FILTERS = ("scope", "tensor_list", "backward_input")
@@ -105,6 +126,21 @@ def load_settings(
         if key not in known:
             raise UsageError(f"unknown setting {key!r}", f"use one of {', '.join(known)}")
     return Settings(**{key: _convert(key, value) for key, value in values.items()})
+
+
+def job_settings(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return the settings of a job that the environment alone switched on: :data:`JOB_DEFAULTS` where nothing is said.
+
+    ``PROBE_CONFIG`` names a json or yaml file; ``PROBE_SEQS=0`` and alike take a limit away. Without steps, which are
+    recorded follows from the task (:class:`probe.hooks.jobs.session.Session`). Raises UsageError as
+    :func:`load_settings`.
+    """
+    config = environ.get("PROBE_CONFIG") or None
+    settings = load_settings(config, {}, environ)
+    stated = {key for key in JOB_DEFAULTS if environ.get(ENVIRONMENT[key])}
+    if config:
+        stated |= _from_file(Path(config), environ.get("PROBE_TASK")).keys()
+    return replace(settings, **{key: value for key, value in JOB_DEFAULTS.items() if key not in stated})
 
 
 def weights_settings(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -162,9 +198,9 @@ def _parse_yaml(path: Path, kind: str, text: str) -> Any:
 def _convert(key: str, value: Any) -> Any:
     if key in ("enabled", "prompts_only"):
         return _flag(key, value)
-    if key in ("block_bytes", "weights_bytes"):
+    if key in ("block_bytes", "weights_bytes", "seqs", "rows", "max_bytes"):
         return _number(key, value)
-    if key in ("step", "rank"):
+    if key in ("step", "rank", "layers"):
         return tuple(_number(key, v) for v in _many(value))
     if key in ("list", "data_mode"):
         return tuple(str(v) for v in _many(value))

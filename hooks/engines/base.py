@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,12 +10,17 @@ import torch
 from probe.errors import UsageError
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.rows import Announced, CallRows
+from probe.store.schema import Sequence
+
+if TYPE_CHECKING:
+    from probe.hooks.budget import RowBudget
 
 
 class EngineAdapter:
     """Base of the adapters: turns a row grid into the rows of a call, restricted to what is recorded.
 
-    ``prompts_only`` keeps rows before each sequence's prompt length; ``token_range`` keeps a closed range of positions.
+    ``prompts_only`` keeps rows before each sequence's prompt length; ``token_range`` keeps a closed range of positions;
+    ``budget`` keeps some sequences and some rows of each.
     ``logits`` names the tensor that holds the logits. ``runs_after_forward``: modules that belong to a call run after
     the model's own forward has returned. ``tp_rank`` and ``tp_size`` say which of how many tensor-parallel ranks this
     process is. ``sequence_prefix`` goes before the names that sequences get for want of a uid. While ``paused``,
@@ -34,6 +39,7 @@ class EngineAdapter:
     def __init__(self, book: SequenceBook, *, prompts_only: bool = False) -> None:
         self.book, self.prompts_only = book, prompts_only
         self.token_range: tuple[int, int] | None = None
+        self.budget: RowBudget | None = None
         self.calls = 0
 
     def announce(self, sequences: list[Announced]) -> None:
@@ -93,8 +99,26 @@ class EngineAdapter:
         call, self.calls = self.calls, self.calls + 1
         return CallRows(grid, call, self.layouts, keep=self._keep(grid), company=self.paused)
 
+    def ids_at_first(self, sequence: Sequence, grid: np.ndarray) -> tuple[np.ndarray, bool]:
+        """Return the ids of a sequence known at its first call, int64 [n], and whether they are all it will have.
+
+        Those announced, else those of the call's rows from the first token on; of a sequence that began elsewhere
+        nothing but its name is known, which then stands for them.
+        """
+        known = self.book.announced_ids(sequence.index)
+        if known is not None:
+            return known, len(known) > sequence.prompt_len
+        rows = grid[grid["sequence"] == sequence.index]
+        rows = rows[np.argsort(rows["position"], kind="stable")]
+        unbroken = (
+            len(rows) > 0 and np.array_equal(rows["position"], np.arange(len(rows))) and (rows["token"] >= 0).all()
+        )
+        if not unbroken or len(rows) < sequence.prompt_len:
+            return np.frombuffer(sequence.uid.encode().ljust(8), np.uint8).astype(np.int64), False
+        return rows["token"].astype(np.int64), True
+
     def _keep(self, grid: np.ndarray) -> np.ndarray | None:
-        if not self.prompts_only and self.token_range is None:
+        if not self.prompts_only and self.token_range is None and self.budget is None:
             return None
         keep = np.ones(grid.shape, bool)
         if self.prompts_only:
@@ -103,4 +127,6 @@ class EngineAdapter:
         if self.token_range is not None:
             first, last = self.token_range
             keep &= (grid["position"] >= first) & (grid["position"] <= last)
+        if self.budget is not None:
+            keep = self.budget.keep(grid, keep, self.book.sequences, lambda s: self.ids_at_first(s, grid))
         return keep

@@ -240,7 +240,8 @@ def _told_tokens(who: Announced, position: np.ndarray, seen: np.ndarray) -> np.n
 
 
 def _ids_or_unknown(shape: tuple[int, int], ids: torch.Tensor | None) -> np.ndarray:
-    if ids is None or ids.numel() != shape[0] * shape[1]:
+    """Return token ids of a shape, -1 where there are none: verl gives later stages its nested batch, for nothing."""
+    if ids is None or ids.is_nested or ids.numel() != shape[0] * shape[1]:
         return np.full(shape, -1, np.int64)
     return ids.detach().cpu().numpy().reshape(shape)
 

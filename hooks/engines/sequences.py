@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from probe.hooks.rows import Announced
 from probe.store.schema import Sequence
 from probe.store.writer import DumpWriter
@@ -14,6 +16,7 @@ class SequenceBook:
         self._writer = writer
         self._numbers: dict[str, int] = {}
         self.sequences: list[Sequence] = []
+        self._announced: dict[int, np.ndarray] = {}
 
     def number(
         self, announced: Announced, *, length: int, request_id: str = "", weight_version: int = 0, cached: int = 0
@@ -39,6 +42,8 @@ class SequenceBook:
             )
             self._numbers[uid] = self._writer.add_sequence(sequence)
             self.sequences.append(sequence)
+            if announced.tokens is not None:
+                self._announced[sequence.index] = np.asarray(announced.tokens, np.int64)
         sequence = self.sequences[self._numbers[uid]]
         sequence.length = max(sequence.length, length)
         return sequence.index
@@ -46,3 +51,7 @@ class SequenceBook:
     def length(self, uid: str) -> int:
         """Return how many tokens of a sequence have been seen, 0 for an unknown one."""
         return self.sequences[self._numbers[uid]].length if uid in self._numbers else 0
+
+    def announced_ids(self, number: int) -> np.ndarray | None:
+        """Return the ids (int64 [n]) that were announced with a sequence, None where none were."""
+        return self._announced.get(number)

@@ -13,6 +13,7 @@ from probe.hooks.engines.base import EngineAdapter
 from probe.hooks.engines.batches import Cells, numpy_of, read_cells, read_mask, read_positions
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.rows import Announced, CallRows, grid_of
+from probe.hooks.wrappers import unwrap
 
 IGNORED_LABEL = -100
 """Label of tokens that carry no loss: torch.nn.CrossEntropyLoss's ignore_index, which HF uses for prompts."""
@@ -41,9 +42,10 @@ HEADS_FIRST = {
 class BatchAdapter(EngineAdapter):
     """Rows of models that take one batch [batch, position] per call, padded on either side or packed.
 
-    The caller may announce the sequences of the next call; else each batch row is a new sequence, or the last call's
-    where a KV cache goes on. Padding comes from ``attention_mask``, positions from it or ``position_ids``; one row
-    whose ``position_ids`` start again is several packed sequences.
+    The caller may announce the sequences of the next call, and in ``told`` which cells are theirs where the arguments
+    do not show it; else each batch row is a new sequence, or the last call's where a KV cache goes on. Padding comes
+    from ``attention_mask``, positions from it or ``position_ids``; one row whose ``position_ids`` start again is
+    several packed sequences.
     """
 
     name = "transformers"
@@ -53,6 +55,9 @@ class BatchAdapter(EngineAdapter):
     def __init__(self, book: SequenceBook, *, prompts_only: bool = False) -> None:
         super().__init__(book, prompts_only=prompts_only)
         self.announced: list[Announced] = []
+        self.told: Cells | None = None
+        self.stops: frozenset[int] = frozenset()
+        self._ended: set[str] = set()
         self._last: list[Announced] = []
         self._heads_first: set[str] = set()
         self._forwards: dict[int, int] = {}
@@ -71,7 +76,7 @@ class BatchAdapter(EngineAdapter):
 
     def announce(self, sequences: list[Announced]) -> None:
         """Say which sequences the batch rows of the following calls are."""
-        self.announced = list(sequences)
+        self.announced, self.told = list(sequences), None
 
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> np.ndarray | None:
         """Return the last rows of each sequence for a head that was asked for only those (``logits_to_keep``)."""
@@ -98,14 +103,19 @@ class BatchAdapter(EngineAdapter):
         starts = [int(cells.position[mine].min()) if mine.any() else 0 for mine in owned]
         sequence = np.full(ids.shape, -1, np.int64)
         for announced, mine in zip(self.sequences_of_call(module, ids, starts, _prompt_lens(named, owned)), owned):
-            if mine.any():
+            if mine.any() and announced.uid not in self._ended:
                 length = int(cells.position[mine].max()) + 1
-                sequence[mine] = self.book.number(announced, length=length)
+                sequence[mine] = number = self.book.number(announced, length=length)
+                own = mine & (cells.position >= self.book.sequences[number].prompt_len)
+                if self.stops and np.isin(ids[own], list(self.stops)).any():
+                    self._ended.add(announced.uid)
         return grid_of(sequence, cells.position, ids)
 
     def _cells(self, named: dict[str, Any], shape: tuple[int, ...]) -> Cells:
         """Return which cell is which token of which sequence, from masks, positions, bounds and the announcement."""
         batch, length = shape
+        if self.told is not None and self.told.owner.shape == shape:
+            return self.told
         known = self.announced if len(self.announced) == batch else []
         mask = read_mask(first_tensor(named, "attention_mask"), shape, true_hides=self.true_hides)
         segments = None if mask is None else mask[:, -length:]
@@ -154,7 +164,10 @@ class BatchAdapter(EngineAdapter):
             return self.announced
         if turn < len(self._batches) and _may_be_equal(self._batches[turn][0], ids):
             return self._batches[turn][1]
-        goes_on = any(starts) and [self.book.length(last.uid) for last in self._last] == starts
+        ends = [
+            start if last.uid in self._ended else self.book.length(last.uid) for last, start in zip(self._last, starts)
+        ]
+        goes_on = any(starts) and len(self._last) == len(starts) and ends == starts
         if not goes_on:
             first = len(self.book.sequences)
             self._last = [
@@ -227,7 +240,10 @@ def bind_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
     if not args:
         return kwargs
     try:
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        signature = inspect.signature(module.forward)
+        if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):  # a wrapper that hands all on
+            signature = inspect.signature(unwrap(module).forward)
+        bound = signature.bind_partial(*args, **kwargs)
         return {name: value for name, value in bound.arguments.items() if name not in kwargs} | kwargs
     except (TypeError, ValueError):  # a forward whose signature cannot be read: keep what has a name
         return {f"input{i}": value for i, value in enumerate(args)} | kwargs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,18 +12,10 @@ from probe.hooks.engines import vllm_moe
 from probe.hooks.engines.base import EngineAdapter
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.vllm_parallel import RankPlace, ShardMap, weight_split
+from probe.hooks.engines.vllm_requests import Piece
 from probe.hooks.rows import Announced, CallRows, grid_of
 
 LOGITS_MODULE = "logits_processor"
-
-
-@dataclass
-class Piece:
-    """What a request runs under one weight version: its uid in the dump, its number among the request's pieces."""
-
-    uid: str
-    number: int
-    version: int
 
 
 class VllmAdapter(EngineAdapter):
@@ -63,6 +54,7 @@ class VllmAdapter(EngineAdapter):
         self.logits_rows_unknown = self.passes_unknown = 0
         self.tokens: dict[str, list[int]] = {}
         self._pieces: dict[str, Piece] = {}
+        self._given: dict[str, Piece] = {}
         self._stops: dict[str, int] = {}
         self._last_rows: np.ndarray = np.zeros(0, np.int64)
         self._logits_rows: np.ndarray = np.zeros(0, np.int64)
@@ -92,13 +84,16 @@ class VllmAdapter(EngineAdapter):
 
     # -- what the scheduler says --------------------------------------------------------------------------------------
 
-    def begin_pass(self, scheduled: dict[str, int], started: dict[str, int]) -> None:
+    def begin_pass(
+        self, scheduled: dict[str, int], started: dict[str, int], pieces: dict[str, Piece] | None = None
+    ) -> None:
         """Note which requests the next forward serves, with how many tokens each.
 
         ``started`` holds those scheduled for the first time and how many of their tokens came from the prefix cache.
-        Any number of weight loads between two passes is one weight update.
+        ``pieces`` names the sequences where the caller follows requests itself; else any number of weight loads
+        between two passes is one weight update.
         """
-        self.scheduled, self.started = scheduled, started
+        self.scheduled, self.started, self._given = scheduled, started, pieces or {}
         if scheduled and self.weights_changed:
             self.weight_version, self.weights_changed = self.weight_version + 1, False
 
@@ -200,6 +195,19 @@ class VllmAdapter(EngineAdapter):
 
     def _number(self, request: str, index: int, token: np.ndarray, first: int) -> int:
         """Return the number of the sequence to which a request's rows belong, and note its tokens."""
+        piece = self._given.get(request) or self._piece(request)
+        self._note_tokens(piece.uid, index, token, first)
+        announced = Announced(piece.uid, piece.prompt_len, sample=piece.sample, trajectory=request)
+        announced.tokens = piece.prompt or None
+        return self.book.number(
+            announced,
+            length=first + len(token),
+            request_id=piece.uid,
+            weight_version=piece.version,
+            cached=self.started.get(request, 0),
+        )
+
+    def _piece(self, request: str) -> Piece:
         piece, state = self._pieces.get(request), self.runner.requests[request]
         prompt_len = self.prompt_lens.get(request.rpartition("-")[0] or request, int(state.num_prompt_tokens))
         fresh = request in self.started
@@ -209,15 +217,9 @@ class VllmAdapter(EngineAdapter):
             piece = Piece(f"{request}#{piece.number + 1}", piece.number + 1, self.weight_version)
         if piece.number and not fresh:
             prompt_len = max(prompt_len, int(state.num_tokens))  # what older weights generated is this one's prompt
+        piece.prompt_len = prompt_len
         self._pieces[request] = piece
-        self._note_tokens(piece.uid, index, token, first)
-        return self.book.number(
-            Announced(uid=piece.uid, prompt_len=prompt_len, trajectory=request),
-            length=first + len(token),
-            request_id=piece.uid,
-            weight_version=piece.version,
-            cached=self.started.get(request, 0),
-        )
+        return piece
 
     def known_tokens(self) -> dict[str, list[int]]:
         """Return the token ids of every sequence by uid, as far as rows are recorded."""

@@ -80,6 +80,18 @@ def model_of(runner: Any) -> torch.nn.Module:
     return model
 
 
+def backends_of(runner: Any) -> dict[str, Any]:
+    """Return the names of the kernels in use, for the report."""
+    groups = getattr(runner, "attn_groups", None) or []
+    names = sorted({g.backend.get_name() for group in groups for g in group if hasattr(g, "backend")})
+    return {
+        "attention": ", ".join(names) or None,
+        "kv_cache": str(getattr(runner, "kv_cache_dtype", "")) or None,
+        "moe": None,
+        "quantization": getattr(getattr(runner, "model_config", None), "quantization", None),
+    }
+
+
 def prepare_stage(runner: Any) -> None:
     """Give a later pipeline stage the buffer for what it receives, where vLLM has made none.
 

@@ -6,49 +6,26 @@ the engine repacks its weights (afterwards fused linears are empty on a CPU and 
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
 
 from probe.hooks.capture import Capture
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.vllm import VllmAdapter
-from probe.hooks.engines.vllm_model_runner import model_of, prepare_stage, record_schedule, refuse_unsupported
-from probe.hooks.engines.vllm_parallel import place_of, weight_split
+from probe.hooks.engines.vllm_model_runner import (
+    backends_of,
+    model_of,
+    prepare_stage,
+    record_schedule,
+    refuse_unsupported,
+)
+from probe.hooks.engines.vllm_parallel import place_of
+from probe.hooks.engines.vllm_weights import loaded_sketches, loaded_values, sketch_before_repacking
 from probe.hooks.noise import add_noise
-from probe.hooks.parameters import parameter_values, store_parameters
-from probe.hooks.weights import sketches
-from probe.settings import weights_settings
-from probe.store.schema import StoredParameter, WeightSketch
+from probe.hooks.parameters import store_parameters
 from probe.store.writer import DumpWriter
 
-_loaded: dict[int, list[WeightSketch]] = {}
-_values: dict[int, list[tuple[StoredParameter, np.ndarray]]] = {}
-"""Copies of the parameters where ``PROBE_WEIGHTS=layers`` asks for them: the engine is about to repack its own."""
-
-
-def _sketch_before_repacking() -> None:
-    from vllm.model_executor.model_loader import base_loader
-
-    original = base_loader.process_weights_after_loading
-    if getattr(original, "sketches_first", False):
-        return
-
-    @functools.wraps(original)
-    def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _loaded[id(model)] = list(sketches(model, weight_split))
-        _values[id(model)] = list(parameter_values(model, weight_split, weights_settings()))
-        return original(model, *args, **kwargs)
-
-    process_weights_after_loading.sketches_first = True  # type: ignore[attr-defined]
-    base_loader.process_weights_after_loading = process_weights_after_loading
-
-
-_sketch_before_repacking()
+sketch_before_repacking()
 
 
 class ProbeWorker:
@@ -69,14 +46,14 @@ class ProbeWorker:
         known = {"prompts_only": wanted["prompts_only"], "prompt_lens": wanted["prompt_lens"]}
         adapter = VllmAdapter(SequenceBook(writer), runner, place=place, **known)
         self._probe = capture = Capture(writer, adapter)
-        for weight in _loaded.pop(id(model), []):
+        for weight in loaded_sketches(model):
             writer.add_weight(weight)
-        store_parameters(writer, _values.pop(id(model), []))
+        store_parameters(writer, loaded_values(model))
         if wanted["noise"] is not None:
             add_noise(model, wanted["noise"], manifest["dtype"])
         hooked = capture.attach(model)
         self._probe_undo = record_schedule(runner, adapter)
-        facts = {"rank": place.rank, "hooked": hooked, "backends": _backends(runner)}
+        facts = {"rank": place.rank, "hooked": hooked, "backends": backends_of(runner)}
         return json.dumps({**facts, "topology": place.topology, "world_size": place.world_size})
 
     def probe_stop(self) -> str:
@@ -88,15 +65,3 @@ class ProbeWorker:
         unknown = {name: getattr(capture.adapter, name) for name in ("logits_rows_unknown", "passes_unknown")}
         counts = {"calls": capture.calls, "fired": len(capture.fired), "rows": capture.writer.tensor_rows}
         return json.dumps({"path": str(path), **unknown, **counts})
-
-
-def _backends(runner: Any) -> dict[str, Any]:
-    """Return the names of the kernels in use, for the report."""
-    groups = getattr(runner, "attn_groups", None) or []
-    names = sorted({g.backend.get_name() for group in groups for g in group if hasattr(g, "backend")})
-    return {
-        "attention": ", ".join(names) or None,
-        "kv_cache": str(getattr(runner, "kv_cache_dtype", "")) or None,
-        "moe": None,
-        "quantization": getattr(getattr(runner, "model_config", None), "quantization", None),
-    }

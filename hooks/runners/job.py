@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from probe.errors import EngineError, UsageError
-from probe.settings import STAGES
 
+RUN_STAGES = ("rollout", "actor", "reference")
+"""The stages that a runner makes; log-prob passes and updates are those of a job (probe.hooks.jobs)."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """What a forward can run in."""
 MAX_SEED = 2**32 - 1 - 2**20
@@ -157,7 +158,7 @@ ENGINES = {
     ),
     "transformers": Engine(
         "probe.hooks.runners.transformers",
-        STAGES,
+        RUN_STAGES,
         "transformers",
         "pip install 'probe-rl[actor]'",
         ("lm_head", "output.0"),

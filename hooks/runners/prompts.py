@@ -1,4 +1,4 @@
-"""Read prompts: text lines, or JSON lines with text, chat messages or token ids."""
+"""Read what a run computes: prompts (text, chats or ids), or the whole sequences that ``probe tokens`` lists."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from probe.errors import PromptsError
+from probe.hooks.runners.job import TokenSequence
 
 TEXT_KEYS = ("text", "prompt")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 UNLIMITED = 10**30
+SAMPLING_KEYS = ("temperature", "top_p")
 TOKEN_KEYS = ("token_ids", "prompt_token_ids", "tokens")
 
 
@@ -28,21 +30,12 @@ class Prompt:
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Read a ``.txt`` file (one prompt a line) or a ``.jsonl`` file; raise PromptsError that numbers a bad line."""
-    try:
-        # only a line feed ends a line: JSON strings may hold other separators that str.splitlines cuts at
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except FileNotFoundError:
-        raise PromptsError(f"there is no prompts file {path}", "give a .txt or .jsonl file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptsError(f"the prompts file {path} cannot be read ({error})", "give a UTF-8 .txt or .jsonl") from None
     as_json = Path(path).suffix in (".jsonl", ".json")
     prompts: list[Prompt] = []
-    for number, line in enumerate(lines, 1):
-        line = line.removesuffix("\r")
-        if line.strip():
-            where = f"{path} line {number}"
-            uid = f"p{len(prompts):04d}"
-            prompts.append(_parse(line, where, uid) if as_json else Prompt(uid, text=line))
+    for number, line in _lines(path):
+        where = f"{path} line {number}"
+        uid = f"p{len(prompts):04d}"
+        prompts.append(_parse(line, where, uid) if as_json else Prompt(uid, text=line))
     if not prompts:
         raise PromptsError(f"the prompts file {path} holds no prompt", "write one prompt a line")
     uid, count = Counter(prompt.uid for prompt in prompts).most_common(1)[0]
@@ -51,16 +44,86 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _parse(line: str, where: str, uid: str) -> Prompt:
+@dataclass(frozen=True)
+class ListedSequence:
+    """One line of a file that ``probe tokens --worst`` wrote: a whole sequence, the model and how it was sampled."""
+
+    sequence: TokenSequence
+    model: str
+    sampling: dict[str, float]
+
+
+def read_sequences(path: Path) -> list[ListedSequence]:
+    """Read whole sequences from JSON lines (docs/tokens.md); raise PromptsError that numbers a bad line."""
+    found: list[ListedSequence] = []
+    for number, line in _lines(path, "file of sequences", "a dump's folder, or what 'probe tokens --worst' wrote"):
+        where = f"{path} line {number}"
+        record = _object(line, where)
+        tokens = _token_ids(record.get("tokens"), where, "tokens")
+        prompt_len, sample = (_whole(record.get(key, 0), where, key) for key in ("prompt_len", "sample"))
+        if not 0 < prompt_len <= len(tokens):
+            raise PromptsError(f"{where}: 'prompt_len' is {prompt_len} of {len(tokens)} tokens", "use 1 to all of them")
+        texts = {key: _optional(record, key, str, "", where) for key in ("uid", "trajectory", "model")}
+        stated = _optional(record, "sampling", dict, {}, where)
+        sampling = {key: float(stated[key]) for key in SAMPLING_KEYS if isinstance(stated.get(key), int | float)}
+        uid = texts["uid"] or f"p{len(found):04d}"
+        sequence = TokenSequence(uid, tokens, prompt_len, sample, texts["trajectory"])
+        found.append(ListedSequence(sequence, texts["model"], sampling))
+    if not found:
+        raise PromptsError(f"{path} holds no sequence", "write it with 'probe tokens D --worst N -o FILE'")
+    return found
+
+
+def model_of_sequences(path: Path) -> str:
+    """Return the model that the sequences of a file were made by, empty where they do not agree on one."""
+    models = {entry.model for entry in read_sequences(path)}
+    return models.pop() if len(models) == 1 else ""
+
+
+def _optional(record: dict[str, Any], key: str, kind: type, default: Any, where: str) -> Any:
+    value = record.get(key, default)
+    if not isinstance(value, kind):
+        raise PromptsError(f"{where}: {key!r} is {type(value).__name__}, not {kind.__name__}", "correct it")
+    return value
+
+
+def _whole(value: Any, where: str, key: str) -> int:
+    if type(value) is not int or value < 0:
+        raise PromptsError(f"{where}: {key!r} is {value!r:.40}, not a whole number >= 0", "correct it")
+    return value
+
+
+def _lines(path: Path, what: str = "prompts file", fix: str = "a UTF-8 .txt or .jsonl") -> list[tuple[int, str]]:
+    """Return (number, line) of the lines of a UTF-8 file that are not blank; ``what`` and ``fix`` go into an error."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise PromptsError(f"{where} is not valid JSON ({error})", "write one JSON object a line") from None
-    if isinstance(record, str):
-        return Prompt(uid, text=record)
+        # only a line feed ends a line: JSON strings may hold other separators that str.splitlines cuts at
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except FileNotFoundError:
+        raise PromptsError(f"there is no {what} {path}", "give a .txt or .jsonl file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptsError(f"the {what} {path} cannot be read ({error})", f"give {fix}") from None
+    return [(number, line.removesuffix("\r")) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    record = _json(line, where)
     if not isinstance(record, dict):
         raise PromptsError(f"{where} holds {type(record).__name__}, not an object", "write one JSON object a line")
-    record = {key: value for key, value in record.items() if value is not None}
+    return {key: value for key, value in record.items() if value is not None}
+
+
+def _json(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PromptsError(f"{where} is not valid JSON ({error})", "write one JSON object a line") from None
+
+
+def _parse(line: str, where: str, uid: str) -> Prompt:
+    record = _json(line, where)
+    if isinstance(record, str):
+        return Prompt(uid, text=record)
+    record = _object(line, where)
     uid = str(record.get("uid", record.get("id", uid)))
     for key in TEXT_KEYS:
         if key in record:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from probe.checkpoint import Checkpoint
 from probe.errors import OutputExistsError, UsageError
+from probe.hooks.jobs.log import NAME as ACTIVATION_LOG
+from probe.hooks.jobs.log import read_lines
 from probe.hooks.runners.job import (
     PROCESSED,
     DumpJob,
@@ -33,7 +37,7 @@ from probe.hooks.runners.tokens import write_tokens
 from probe.manifest import make_manifest, write_manifest
 from probe.settings import STAGES
 from probe.store.journal import JOURNAL_SUFFIX
-from probe.store.reader import Dump, open_dump
+from probe.store.reader import open_dump
 from probe.store.schema import MANIFEST_NAME, PARTIAL_SUFFIX, Sequence
 
 log = logging.getLogger("probe")
@@ -41,8 +45,10 @@ log = logging.getLogger("probe")
 ASIDE = ".replaced-"
 DUMP_SUFFIXES = (".h5", ".h5" + PARTIAL_SUFFIX, JOURNAL_SUFFIX)
 _ASIDE_NAME = re.compile(re.escape(ASIDE) + r"\w+")
-_TEMPORARY_NAME = re.compile(re.escape(f".{MANIFEST_NAME}.") + r"\d+")
+_TEMPORARY_NAME = re.compile(rf"\.({re.escape(MANIFEST_NAME)}|step)\.\d+")
 _STEP_NAME = re.compile(r"step\d+")
+JOB_FILES, JOB_FOLDERS = ("step", ACTIVATION_LOG), ("chosen",)
+"""What the dump of a job that somebody else wrote holds beside its stages (probe.hooks.jobs)."""
 
 
 def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) -> Path:
@@ -70,6 +76,7 @@ def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) 
             topology=job.parallel.sizes(),
             driver=True,
             **batching(job),
+            **({"budget": {"listed": len(sequences)}} if job.source is not None and job.source.is_file() else {}),
             **({} if job.noise is None else {"noise": {"seed": job.noise}}),
         )
         runner = importlib.import_module(engine.runner)
@@ -191,29 +198,35 @@ def foreign_entry(folder: Path) -> Path | None:
         if entry.is_symlink():
             return entry
         if entry.is_dir():
-            found = foreign_entry(entry) if _ASIDE_NAME.fullmatch(entry.name) else _foreign_in_stage(entry)
+            found = foreign_entry(entry) if _ASIDE_NAME.fullmatch(entry.name) else _foreign_below(entry)
             if found is not None:
                 return found
-        elif not _TEMPORARY_NAME.fullmatch(entry.name) and not _is_manifest(entry):
+        elif entry.name not in JOB_FILES and not _TEMPORARY_NAME.fullmatch(entry.name) and not _is_manifest(entry):
             return entry
     return None
 
 
-def _foreign_in_stage(stage: Path) -> Path | None:
-    if stage.name not in STAGES:
-        return stage
-    for step in _entries(stage):
+def _foreign_below(folder: Path) -> Path | None:
+    if folder.name in JOB_FOLDERS:
+        return _foreign_in_steps(folder, "")
+    return _foreign_in_steps(folder, DUMP_SUFFIXES) if folder.name in STAGES else folder
+
+
+def _foreign_in_steps(folder: Path, suffixes: str | tuple[str, ...]) -> Path | None:
+    for step in _entries(folder):
         if step.is_symlink() or not step.is_dir() or not _STEP_NAME.fullmatch(step.name):
             return step
         for file in _entries(step):
-            if file.is_symlink() or not file.is_file() or not file.name.endswith(DUMP_SUFFIXES):
+            if file.is_symlink() or not file.is_file() or not file.name.endswith(suffixes):
                 return file
     return None
 
 
 def _has_dump(folder: Path) -> bool:
+    if _is_manifest(folder / MANIFEST_NAME) or read_lines(folder):
+        return True
     files = (file for stage in STAGES for file in folder.glob(f"{stage}/step*/*.h5*"))
-    return _is_manifest(folder / MANIFEST_NAME) or any(_STEP_NAME.fullmatch(file.parent.name) for file in files)
+    return any(_STEP_NAME.fullmatch(file.parent.name) for file in files)
 
 
 def _is_manifest(path: Path) -> bool:
@@ -245,8 +258,13 @@ def _sequences(job: DumpJob, checkpoint: Checkpoint) -> tuple[list[TokenSequence
             for k in range(job.sampling.n)
         ]
         return fresh, dict(vars(job.sampling))
-    with open_dump(job.source) as source:
-        taken, sampling = [_taken(s) for s in source.sequences], _followed(job, source)
+    if job.source.is_file():
+        taken, sampling = _listed(job, job.source)
+    else:
+        with open_dump(job.source) as source:
+            stated = source.manifest.get("sampling") or {}
+            taken, sampling = [_taken(s) for s in source.sequences], _followed(job, stated)
+    taken = told_apart(taken)
     if not taken or not all(s.tokens and min(s.tokens) >= 0 for s in taken):
         raise UsageError(f"{job.source} does not hold the token ids of its sequences", "give a rollout's dump")
     highest = max(max(s.tokens) for s in taken)
@@ -258,17 +276,27 @@ def _sequences(job: DumpJob, checkpoint: Checkpoint) -> tuple[list[TokenSequence
     return taken, sampling
 
 
-def _followed(job: DumpJob, source: Dump) -> dict[str, Any]:
+def _listed(job: DumpJob, path: Path) -> tuple[list[TokenSequence], dict[str, Any]]:
+    """Return the sequences that a file of ``probe tokens --worst`` lists, and the manifest's ``sampling``."""
+    from probe.hooks.runners.prompts import read_sequences
+
+    listed = read_sequences(path)
+    sampled = [entry.sampling for entry in listed]
+    if job.sampling.logprobs_mode == PROCESSED and any(entry != sampled[0] for entry in sampled):
+        raise UsageError(f"the sequences of {path} were drawn in different ways", "leave out --logprobs-mode")
+    return [entry.sequence for entry in listed], _followed(job, sampled[0])
+
+
+def _followed(job: DumpJob, stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the temperature and top-p of the rollout that processed log-probs follow; nothing for raw ones.
 
-    Raises UsageError where the source does not say them.
+    ``stated``: how the source says that its tokens were drawn. Raises UsageError where it does not.
     """
     if job.sampling.logprobs_mode != PROCESSED:
         return {}
-    stated = source.manifest.get("sampling") or {}
     if "temperature" not in stated or "top_p" not in stated:
         raise UsageError(
-            f"{source.path} does not say with which temperature and top-p its tokens were drawn, as {PROCESSED} need",
+            f"{job.source} does not say with which temperature and top-p its tokens were drawn, as {PROCESSED} need",
             "give the rollout's own dump with --from, or leave out --logprobs-mode",
         )
     return {name: stated[name] for name in ("temperature", "top_p")}
@@ -276,4 +304,24 @@ def _followed(job: DumpJob, source: Dump) -> dict[str, Any]:
 
 def _taken(sequence: Sequence) -> TokenSequence:
     tokens = [int(t) for t in sequence.tokens]
-    return TokenSequence(sequence.uid, tokens, sequence.prompt_len, sequence.sample, sequence.trajectory)
+    uid = sequence.uid or sequence.request_id or f"s{sequence.index}"
+    return TokenSequence(uid, tokens, sequence.prompt_len, sequence.sample, sequence.trajectory)
+
+
+def told_apart(sequences: list[TokenSequence]) -> list[TokenSequence]:
+    """Return the sequences, those of one uid (a job's samples of one prompt) named by their samples too.
+
+    The uid stays their trajectory, by which they join those of the source.
+    """
+    taken = {uid for uid, count in Counter(s.uid for s in sequences).items() if count == 1}
+    counts = Counter(sequence.uid for sequence in sequences)
+    found = []
+    for sequence in sequences:
+        uid, name = sequence.uid, sequence.uid
+        if counts[uid] > 1:
+            name = f"{uid}.s{sequence.sample}"
+            again = (f"{name}.{number}" for number in itertools.count(1))
+            name = name if name not in taken else next(tried for tried in again if tried not in taken)
+        taken.add(name)
+        found.append(replace(sequence, uid=name, trajectory=sequence.trajectory or uid))
+    return found

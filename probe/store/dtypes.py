@@ -55,6 +55,7 @@ def bfloat16_type() -> h5t.TypeID:
     return tid
 
 
+@cache
 def file_type(name: str) -> h5t.TypeID:
     """Return the HDF5 type under which tensors of dtype ``name`` are stored."""
     dtype = stored_dtype(name)

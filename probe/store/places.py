@@ -39,9 +39,8 @@ def places_of(files: Sequence[Path], manifests: Sequence[Mapping[str, Any]]) -> 
     second replica of the engine). Expert parallelism makes no groups: its ranks are those of the other axes.
     """
     sizes, seen, places = topology_of(manifests), Counter[tuple[int, ...]](), []
-    for file, manifest in zip(files, manifests):
+    for name, manifest in zip(_names(files), manifests):
         at = manifest.get("coordinates")
-        name = file.name.partition(".")[0]
         if not at or any(type(at.get(axis)) is not int for axis in AXES):
             places.append(Place(0, (name,), None, name))
             continue
@@ -51,6 +50,16 @@ def places_of(files: Sequence[Path], manifests: Sequence[Mapping[str, Any]]) -> 
         places.append(Place(at["tp"], (at["pp"], at["cp"], at["dp"], seen[key]), at["dp"], label, at["pp"]))
         seen[key] += 1
     return places
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """Return one name per file; files of one name, from several nodes' folders, are numbered."""
+    times, names = Counter[str](), []
+    for file in files:
+        name = file.name.partition(".")[0]
+        times[name] += 1
+        names.append(name if times[name] == 1 else f"{name}#{times[name]}")
+    return names
 
 
 def topology_of(manifests: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import numpy as np
 
 from probe.errors import DumpError, EmptyDumpError
 from probe.store import schema
+from probe.store.budget import budget_of
 from probe.store.dtypes import widen
 from probe.store.parameters import ParameterStore
 from probe.store.parts import Part, open_part
 from probe.store.places import Place, missing_ranks, places_of, topology_of
-from probe.store.schema import DRIVER, PARTIAL_SUFFIX, ModuleInfo, Sequence, WeightSketch
+from probe.store.schema import DRIVER, PARTIAL_SUFFIX, STAGES, ModuleInfo, Sequence, WeightSketch
 from probe.store.sequences import merge_sequences, name_apart, sequences_of
 from probe.store.sketches import JoinedSketch, check_sketch, join_sketches
 from probe.store.tensors import Replica, TensorStore
@@ -25,16 +28,33 @@ from probe.store.validate import DAMAGED, json_object, json_shape, reading, text
 def open_dump(path: str | Path, step: int | None = None) -> Dump:
     """Open the dump of one stage (``DIR/rollout``), or of one step of it, and return a :class:`Dump`.
 
-    ``step`` picks a training step; the first one by default, and ``Dump.unread`` then lists the folders of the others.
-    Files still named ``.partial`` (a killed run) are read as far as they were flushed. Raises DumpError or
-    EmptyDumpError with one sentence.
+    ``path`` may name several folders with commas between (``A1,A2``): the files that the nodes of one run wrote of one
+    stage and step. ``step`` picks a training step; the first one (of all folders) by default, and ``Dump.unread`` then
+    lists the folders of the others. Files still named ``.partial`` (a killed run) are read as far as they were flushed.
+    Raises DumpError or EmptyDumpError with one sentence.
     """
-    root = Path(path)
-    files = _locate(root, step)
-    dump = open_files(root, files)
+    roots = roots_of(path)
+    held = [_steps(root) for root in roots]
+    _require_one_stage(roots, held)
+    chosen = _step(roots, held, step)
+    files = [file for steps in held for file in steps[chosen]]
+    if step is not None:
+        path = ",".join(str(steps[chosen][0].parent) for steps in held)
+    dump = open_files(Path(path), files)
     if step is None:
-        dump.unread = [folder for folder in _step_folders(root) if folder != files[0].parent]
+        opened = {file.parent for file in files}
+        dump.unread = [folder for root in roots for folder in _step_folders(root) if folder not in opened]
     return dump
+
+
+def roots_of(path: str | Path) -> tuple[Path, ...]:
+    """Return the folders that ``path`` names: itself, or where nothing has that name those between its commas."""
+    if "," not in str(path) or Path(path).exists():
+        return (Path(path),)
+    names = [name for name in str(path).split(",") if name]
+    if len({os.path.realpath(name) for name in names}) < len(names):
+        raise DumpError(f"{path} names a folder twice", "name each node's folder once")
+    return tuple(map(Path, names)) or (Path(path),)
 
 
 def open_files(root: Path, files: list[Path]) -> Dump:
@@ -56,29 +76,84 @@ def open_files(root: Path, files: list[Path]) -> Dump:
     return dump
 
 
-def _locate(root: Path, step: int | None) -> list[Path]:
+def _steps(root: Path) -> dict[int, list[Path]]:
+    """Return step -> files of a folder that holds one stage; a folder that is no step's counts as step -1."""
     if not root.is_dir():
         raise DumpError(f"there is no dump at {root}", "name the folder that 'probe dump -o' wrote")
     folders = _step_folders(root) or [root]  # which may itself be the folder of a step
     stages = sorted({folder.parent.name for folder in folders})
     if len(stages) > 1:
-        raise DumpError(f"{root} holds the stages {', '.join(stages)}", "name the folder of one stage")
-    if step is not None:
-        folders = [f for f in folders if f.name == f"step{step}"]
-    for folder in folders:
-        files = sorted([*folder.glob("*.h5"), *folder.glob("*.h5" + PARTIAL_SUFFIX)])
-        if files:
-            return files
+        fix = "name the folder of one stage, or give it to 'probe compare' alone"
+        raise DumpError(f"{root} holds the stages {', '.join(stages)}", fix)
+    held = {_number(folder): step_files(folder) for folder in folders}
+    held = {number: files for number, files in held.items() if files}
+    if held:
+        return held
     nested = [p.name for p in root.iterdir() if p.is_dir() and any(p.glob("*/step*"))]
     if nested:
         raise DumpError(f"{root} is not one dump but holds {', '.join(sorted(nested))}", "name one of them")
     raise EmptyDumpError(f"{root} holds no dump file (STAGE/stepN/*.h5)", "name the folder that 'probe dump -o' wrote")
 
 
+def step_files(folder: Path) -> list[Path]:
+    """Return the files of a dump that lie in a step's folder, complete or not."""
+    return sorted([*folder.glob("*.h5"), *folder.glob("*.h5" + PARTIAL_SUFFIX)])
+
+
+def _require_one_stage(roots: tuple[Path, ...], held: list[dict[int, list[Path]]]) -> None:
+    stages = [next(iter(steps.values()))[0].parent.parent.name for steps in held]
+    other = next((n for n, stage in enumerate(stages) if {stage, stages[0]} <= set(STAGES) and stage != stages[0]), 0)
+    if other:
+        said = f"{roots[0]} holds {stages[0]} and {roots[other]} holds {stages[other]}"
+        raise DumpError(said, "name folders of one stage together, or each job's own folder")
+
+
+def _step(roots: tuple[Path, ...], held: list[dict[int, list[Path]]], wanted: int | None) -> int:
+    """Return the step to open: the one asked for, else the first that every folder holds."""
+    if wanted is not None:
+        lacking = next((number for number, steps in enumerate(held) if wanted not in steps), None)
+        if lacking is not None:
+            raise EmptyDumpError(
+                f"{roots[lacking]} holds no step {wanted}", f"it holds {_steps_in_words(held[lacking])}"
+            )
+        return wanted
+    common = set.intersection(*map(set, held))
+    if not common:
+        each = ", ".join(f"{root} ({_steps_in_words(steps)})" for root, steps in zip(roots, held))
+        raise DumpError(f"no step is in all of {each}", "name folders that hold the same steps")
+    return min(common)
+
+
+def _steps_in_words(steps: Iterable[int]) -> str:
+    known = sorted(step for step in steps if step >= 0)
+    return f"step{'s' if len(known) > 1 else ''} {', '.join(map(str, known))}" if known else "no numbered step"
+
+
+def _number(folder: Path) -> int:
+    name = folder.name.removeprefix("step")
+    return int(name) if folder.name.startswith("step") and name.isdecimal() else -1
+
+
 def _step_folders(root: Path) -> list[Path]:
     """Return the folders of the steps of a dump in order."""
-    found = [*root.glob("*/step*"), *root.glob("step*")]
+    found = [p for p in (*root.glob("*/step*"), *root.glob("step*")) if p.parent.name != "chosen"]  # notes of a job
     return sorted((p for p in found if p.name[4:].isdecimal()), key=lambda p: int(p.name[4:]))
+
+
+def _before_updates(parts: list[Part], manifests: list[dict[str, Any]]) -> list[Part]:
+    """Return the files whose weight sketches count.
+
+    An engine that receives weights within a step goes on in another file, for sequences of later weight versions: its
+    sketches are of an update, no copy that differs. Of files of the same coordinates those of the first version count.
+    """
+    versions = [int(p.tables["sequences"]["weight_version"].min(initial=1 << 30)) for p in parts]
+    places = [json.dumps(manifest.get("coordinates"), sort_keys=True) for manifest in manifests]
+    lowest = {place: min(v for v, own in zip(versions, places) if own == place) for place in places}
+    return [
+        part
+        for part, version, place in zip(parts, versions, places)
+        if version == lowest[place] or not len(part.tables["sequences"])
+    ]
 
 
 def _leading(files: list[Path]) -> int:
@@ -110,12 +185,14 @@ class Dump:
     What the ranks of a run stored of one tensor or parameter is joined. ``lost`` says in a phrase each which files are
     missing or unfinished; ``complete`` is False where there is any. ``unread`` has the folders of the steps that
     were not opened. ``joined_weights`` has, per parameter, its shards and what is wrong with them; ``weights`` the
-    whole ones. ``parameters`` lists those whose values are stored (``PROBE_WEIGHTS=layers``).
+    whole ones. ``parameters`` lists those whose values are stored (``PROBE_WEIGHTS=layers``). ``budget`` is what a
+    job's files say that they were told to leave out (:func:`probe.store.budget.budget_of`).
     """
 
     def __init__(self, path: Path, manifests: list[dict[str, Any]], parts: list[Part]) -> None:
         files = [part.path for part in parts]
         self.path, self.manifest = path, manifests[_leading(files)]
+        self.budget, self._manifests = budget_of(manifests), manifests
         self.lost = _lost(files, manifests)
         self.complete = not self.lost
         self.unread: list[Path] = []
@@ -133,8 +210,18 @@ class Dump:
         self._fill_missing_tokens()
 
     @property
+    def roots(self) -> tuple[Path, ...]:
+        """Return the folders of the dump: :attr:`path`, or those that it names with commas between."""
+        return roots_of(self.path)
+
+    @property
+    def files(self) -> list[Path]:
+        """Return the files that were opened."""
+        return [part.path for part in self._parts]
+
+    @property
     def stage(self) -> str:
-        """Return the stage: rollout, actor or reference (:data:`probe.store.schema.STAGES`)."""
+        """Return the stage: rollout, actor, logprob, ... (:data:`probe.store.schema.STAGES`)."""
         return str(self.manifest.get("stage", ""))
 
     @property
@@ -244,8 +331,9 @@ class Dump:
 
     def _weight_table(self) -> dict[str, JoinedSketch]:
         found: dict[str, list[tuple[Place, WeightSketch]]] = {}
+        first = _before_updates(self._parts, self._manifests)
         for part, place in zip(self._parts, self._places):
-            for record in part.tables["weights"]:
+            for record in part.tables["weights"] if part in first else ():
                 name, dtype, alias = (text_of(record[column]) for column in ("name", "dtype", "alias"))
                 where = f"{part.path}:/weights {name}"
                 shape = json_shape(record["shape"], where)

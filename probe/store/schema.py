@@ -115,6 +115,9 @@ RL = "rl"
 RL_COLUMNS = ("advantages", "returns", "values", "old_values", "ref_log_probs", "new_log_probs")
 """Slots of :data:`RL`: critic, reference model, and the actor's log-prob after an update. A row's (sequence, position)
 is the token that the value is of, not the row that scores it."""
+RL_KEPT = ("response_mask", "rollout_log_probs", "old_log_probs")
+"""Further slots of :data:`RL`, as the trainer had them in the batch of its update: which response tokens count (0: a
+tool's), and the log-probs that the update took for the rollout's and for those before it."""
 
 _segment_keys = itertools.count()
 

@@ -54,18 +54,17 @@ def _sequence(record: np.void, ids: dict[int, np.ndarray]) -> Sequence:
 
 
 def name_apart(found: list[list[Sequence]], parts: list[Part], places: list[Place]) -> None:
-    """Give sequences of two files different uids where their rows show that they are different.
+    """Give sequences of two files different names where their tokens show that they are different.
 
-    This is for files without a driver's, which would know: one uid whose rows hold other tokens names two sequences.
+    This is for files without a driver's, which would know: one uid (of engines that number their requests, one request
+    id) whose files hold other tokens names two sequences.
     """
-    owners: dict[tuple[str, int, int], list[tuple[Place, dict[int, int]]]] = {}
+    owners: dict[tuple[str, str, int, int], list[tuple[Place, dict[int, int]]]] = {}
     for sequences, part, place in zip(found, parts, places):
-        tokens, times = _tokens_of_rows(part), Counter[tuple[str, int]]()
+        tokens, times = _tokens_of_rows(part), Counter[tuple[str, str, int]]()
         for sequence in sequences:
-            if sequence.request_id:
-                continue
-            mine = tokens.get(sequence.index) or dict(enumerate(sequence.tokens.tolist()))
-            uid, name = sequence.uid, (sequence.uid, sequence.sample)
+            mine = dict(enumerate(sequence.tokens.tolist())) | tokens.get(sequence.index, {})
+            name = (sequence.request_id, "" if sequence.request_id else sequence.uid, sequence.sample)
             known = owners.setdefault((*name, times[name]), [])  # the k-th of one name in each file
             times[name] += 1
             same = (n for n, (_, theirs) in enumerate(known) if all(theirs.get(p, t) == t for p, t in mine.items()))
@@ -74,9 +73,18 @@ def name_apart(found: list[list[Sequence]], parts: list[Part], places: list[Plac
                 known.append((place, {}))
             known[number][1].update(mine)
             if number:
-                owner = known[number][0]
-                sequence.uid = f"{uid}@{owner.label.replace(' ', '')}" if owner.dp is None else f"{uid}@dp{owner.dp}"
-                sequence.trajectory = sequence.uid if sequence.trajectory == uid else sequence.trajectory
+                _rename(sequence, known[number][0])
+
+
+def _rename(sequence: Sequence, owner: Place) -> None:
+    """Add the place of its first file to a sequence's name: the request id where it has one, else the uid."""
+    suffix = f"@{owner.label.replace(' ', '')}" if owner.dp is None else f"@dp{owner.dp}"
+    if sequence.request_id:
+        sequence.request_id += suffix
+        return
+    uid = sequence.uid
+    sequence.uid = uid + suffix
+    sequence.trajectory = sequence.uid if sequence.trajectory == uid else sequence.trajectory
 
 
 def _tokens_of_rows(part: Part) -> dict[int, dict[int, int]]:

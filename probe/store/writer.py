@@ -64,7 +64,8 @@ class DumpWriter:
     """Append tensors, rows and tables to one HDF5 file of a dump.
 
     Parameters: ``path`` ends in ``.h5``; ``block_bytes`` is the size at which the rows of one (module, slot) become a
-    block; ``buffer_bytes`` bounds what waits in memory over all of them. Raises OutputExistsError, never overwrites.
+    block; ``buffer_bytes`` bounds what waits in memory over all of them. ``stored_bytes`` counts the sketches and
+    tensors handed over so far, equal contents once. Raises OutputExistsError, never overwrites.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class DumpWriter:
                 raise OutputExistsError(f"{existing} already exists", "choose another output folder")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.block_bytes, self.buffer_bytes = block_bytes, buffer_bytes
-        self.file = h5py.File(self.partial, "w", libver=LIBVER)
+        self.file = h5py.File(self.partial, "x", libver=LIBVER)  # of two processes that ask at once, one gets it
         self.file.create_dataset("manifest", data=json.dumps(manifest, default=str))
         self._tables = {
             name: self.file.create_dataset(
@@ -93,7 +94,7 @@ class DumpWriter:
         self._waiting: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
         self._sequences: list[Sequence] = []
         self._buffered = 0
-        self.tensor_rows = 0
+        self.tensor_rows = self.stored_bytes = 0
         self._lcpl = h5p.create(h5p.LINK_CREATE)
         self._lcpl.set_create_intermediate_group(True)
         self._dcpl = h5p.create(h5p.DATASET_CREATE)
@@ -123,6 +124,7 @@ class DumpWriter:
         if sketch.rows.size:
             dataset = self._unused("sketches", sketch.name)
             self._create(dataset, np.ascontiguousarray(sketch.rows, np.float64), "float64")
+            self.stored_bytes += sketch.rows.size * 8
         shape, lies = json.dumps(list(sketch.shape)), (sketch.axis, sketch.start, sketch.whole)
         self._waiting["weights"].append((sketch.name, shape, sketch.dtype, *lies, sketch.quad, sketch.alias, dataset))
 
@@ -170,6 +172,7 @@ class DumpWriter:
             shared = array
         self._live[digest] = (shared, count + 1)
         self._buffered += 0 if count else array.nbytes
+        self.stored_bytes += 0 if count else array.nbytes
         series.arrays.append(shared)
         series.digests.append(digest)
         series.segments.append(segment)
@@ -202,6 +205,10 @@ class DumpWriter:
         self._journal.close(delete=True)
         _fsync(self.path.parent)
         return self.path
+
+    def restate(self, manifest: dict[str, Any]) -> None:
+        """Put another manifest in the place of the one that the file began with: what is known only at its end."""
+        self.file["manifest"][()] = json.dumps(manifest, default=str)
 
     def abandon(self) -> None:
         """Close without completing: the file keeps its ``.partial`` name."""

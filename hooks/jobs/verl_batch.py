@@ -1,0 +1,187 @@
+"""Read a batch of verl's: who its rows are, where a packed forward has them, and what the trainer knows of each token.
+
+A batch is a TensorDict whose ``input_ids`` is a nested (jagged) tensor, one row per sequence without padding (verl >=
+0.7), or a padded tensor beside ``attention_mask``. Names, not row numbers, say who a row is: verl reorders rows
+(``balance_batch``, dynamic batches, shuffled mini-batches) and repeats a prompt's uid for each of its responses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from probe.hooks.engines.batches import Cells
+from probe.hooks.jobs.selection import hash_of
+from probe.hooks.rows import Announced
+
+RL_KEYS = {
+    "advantages": "advantages",
+    "returns": "returns",
+    "values": "old_values",
+    "ref_log_prob": "ref_log_probs",
+    "response_mask": "response_mask",
+    "rollout_log_probs": "rollout_log_probs",
+    "old_log_probs": "old_log_probs",
+}
+"""verl's key in the batch of an update -> column of a dump; verl's ``values`` are the critic's when the batch was
+made."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The sequences of a batch: a name that no other sequence of the job has, all ids, and the prompt's length."""
+
+    names: list[str]
+    tokens: list[np.ndarray]
+    prompt_lens: list[int]
+
+    def announced(self) -> list[Announced]:
+        """Return the rows as adapters are told of them."""
+        return [
+            Announced(name, prompt_len=length, length=len(tokens), tokens=tokens.tolist())
+            for name, tokens, length in zip(self.names, self.tokens, self.prompt_lens)
+        ]
+
+
+def read_rows(batch: Any) -> Rows | None:
+    """Return the sequences of a batch, None where it holds no token ids.
+
+    A name is the row's ``uid`` and a hash of its ids: samples of one prompt share the uid, ranks and passes see them in
+    other orders. Rows of equal uid and ids get a number too: they are the same computation, and told apart.
+    """
+    tokens = _tokens(batch)
+    if tokens is None:
+        return None
+    uids, times = _uids(batch, len(tokens)), Counter[str]()
+    names = []
+    for uid, ids in zip(uids, tokens):
+        name = f"{uid}.{hash_of(ids) & 0xFFFFFFFF:08x}" if uid else f"{hash_of(ids):016x}"
+        times[name] += 1
+        names.append(name if times[name] == 1 else f"{name}.{times[name]}")
+    return Rows(names, tokens, _prompt_lens(batch, [len(ids) for ids in tokens]))
+
+
+def temperature_of(batch: Any) -> float | None:
+    """Return the temperature by which verl divides the logits of a batch, None where its rows differ in it."""
+    value = _plain(batch.get("temperature", None))
+    if value is None:
+        return 1.0
+    values = np.unique(np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value, np.float64))
+    return float(values[0]) if len(values) == 1 else None
+
+
+def sequence_logprobs(log_probs: torch.Tensor, rows: Rows) -> list[np.ndarray]:
+    """Return float64 [tokens] per sequence, NaN at its first token, from verl's nested log-probs.
+
+    verl's value at an index scores the next token; its last value of a sequence scores none and is left out.
+    """
+    values = _host(log_probs.values() if log_probs.is_nested else log_probs.reshape(-1))
+    ends = np.cumsum([len(ids) for ids in rows.tokens])
+    if len(values) != ends[-1]:
+        return [np.full(len(ids), np.nan) for ids in rows.tokens]
+    starts = ends - [len(ids) for ids in rows.tokens]
+    return [np.append(np.nan, values[start : end - 1]) for start, end in zip(starts, ends)]
+
+
+def trainer_columns(batch: Any, rows: Rows) -> dict[str, list[np.ndarray]]:
+    """Return, per column of :data:`RL_KEYS` that the batch has, float64 [response] of each sequence."""
+    lengths = [len(ids) - prompt for ids, prompt in zip(rows.tokens, rows.prompt_lens)]
+    found = {}
+    for key, column in RL_KEYS.items():
+        value = batch.get(key, None)
+        if isinstance(value, torch.Tensor):
+            pieces = _pieces(value, lengths)
+            if pieces is not None:
+                found[column] = pieces
+    return found
+
+
+def packed_cells(rows: Rows, *, padding: int = 0, parts: int = 1, part: int = 0) -> Cells:
+    """Return which cell of a packed forward [1, tokens] is which token of which row.
+
+    ``padding`` cells are appended, more where ``parts`` ranks of sequence parallelism share the tokens evenly; the
+    cells are then those of one ``part``.
+    """
+    owner = np.repeat(np.arange(len(rows.tokens)), [len(ids) for ids in rows.tokens])
+    position = np.concatenate([np.arange(len(ids)) for ids in rows.tokens])
+    share = -(-(len(owner) + padding) // parts)
+    owner, position = (np.append(x, np.full(share * parts - len(x), -1)) for x in (owner, position))
+    mine = slice(share * part, share * (part + 1))
+    return Cells(owner[None, mine].astype(np.int64), position[None, mine].astype(np.int64), len(rows.tokens))
+
+
+# -- keys of a batch ---------------------------------------------------------------------------------------------------
+
+
+def _tokens(batch: Any) -> list[np.ndarray] | None:
+    ids = batch.get("input_ids", None)
+    if not isinstance(ids, torch.Tensor):
+        return None
+    if ids.is_nested:
+        values, offsets = _host(ids.values(), np.int64), _host(ids.offsets(), np.int64)
+        return [values[start:end] for start, end in pairwise(offsets)]
+    mask, rows = batch.get("attention_mask", None), _host(ids, np.int64)
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        return list(rows)
+    return [row[real] for row, real in zip(rows, _host(mask, np.int64) != 0)]
+
+
+def _uids(batch: Any, count: int) -> list[str]:
+    value = _plain(batch.get("uid", None))
+    if isinstance(value, (list, tuple, np.ndarray)) and len(value) == count:
+        return [str(uid) for uid in value]
+    return [str(value)] * count if isinstance(value, str) else [""] * count
+
+
+def _plain(value: Any) -> Any:
+    """Return what a TensorDict's entry that is no tensor holds: a list per row, or one value for all."""
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    return value.tolist() if hasattr(value, "tolist") else getattr(value, "data", value)
+
+
+def _prompt_lens(batch: Any, lengths: list[int]) -> list[int]:
+    """Return the prompts' lengths from the prompts, else from the response's mask, else from the loss's first token."""
+    prompts, mask = batch.get("prompts", None), batch.get("attention_mask", None)
+    if isinstance(prompts, torch.Tensor) and prompts.is_nested:
+        return _widths(prompts)
+    if isinstance(prompts, torch.Tensor) and isinstance(mask, torch.Tensor) and not mask.is_nested:
+        return [int(n) for n in _host(mask[:, : prompts.shape[1]].sum(1), np.int64)]
+    for key in ("response_mask", "loss_mask"):
+        given = batch.get(key, None)
+        if not isinstance(given, torch.Tensor) or not given.is_nested:
+            continue
+        widths = _widths(given)
+        if widths != lengths:
+            return [length - width for length, width in zip(lengths, widths)]
+        rows = [_host(row) != 0 for row in given.unbind()]
+        return [int(row.argmax()) if row.any() else len(row) for row in rows]
+    return lengths
+
+
+def _widths(nested: torch.Tensor) -> list[int]:
+    return [int(n) for n in np.diff(_host(nested.offsets(), np.int64))]
+
+
+def _pieces(value: torch.Tensor, lengths: list[int]) -> list[np.ndarray] | None:
+    """Return each row's first ``lengths`` values, None for a tensor that is not of response tokens."""
+    if value.is_nested:
+        flat, ends = _host(value.values()), np.cumsum(_widths(value))
+        rows = [flat[end - width : end] for end, width in zip(ends, _widths(value))]
+    elif value.dim() == 2:
+        rows = list(_host(value))
+    else:
+        return None
+    if len(rows) != len(lengths) or any(row.ndim != 1 or len(row) < n for row, n in zip(rows, lengths)):
+        return None
+    return [row[:n] for row, n in zip(rows, lengths)]
+
+
+def _host(tensor: torch.Tensor, dtype: Any = np.float64) -> np.ndarray:
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy().astype(dtype)
