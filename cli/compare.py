@@ -1,7 +1,8 @@
-"""``probe compare``: compare two dumps, print or write the report, and exit with the verdict. Never imports torch."""
+"""``probe compare``: compare two dumps, or the stages of one job, and exit with the verdict. Never imports torch."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ replay_group = common.option("Replay")
     cls=common.Command,
     examples="""
     probe compare d/rollout d/actor
+    probe compare job --step 20
+    probe compare node1/rollout,node2/rollout node1/logprob,node2/logprob
     probe compare d/rollout d/actor --report terminal,html -o report
     probe compare d/rollout d/actor --json | jq .verdict
     probe compare d/gpu d/npu --weights Qwen2.5-0.5B --golden d/reference
@@ -27,8 +30,15 @@ replay_group = common.option("Replay")
     """,
 )
 @click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("b", required=False, type=click.Path(path_type=Path))
 @report_options
+@click.option(
+    "--step",
+    metavar="N",
+    type=click.IntRange(min=0),
+    cls=common.GroupedOption,
+    help="The training step to compare.  [default: the first that is there]",
+)
 @judge_group(
     "--min-coverage",
     metavar="X",
@@ -53,6 +63,7 @@ replay_group = common.option("Replay")
 @judge_group(
     "--jobs", metavar="N", type=click.IntRange(min=0), default=0, help="Tensors at a time.  [default: one per core]"
 )
+@judge_group("--ray", metavar="ADDRESS", help="Measure tensors on this Ray cluster; auto: the one of this machine.")
 @replay_group(
     "--weights",
     metavar="CHECKPOINT",
@@ -77,7 +88,7 @@ replay_group = common.option("Replay")
 def compare(
     context: click.Context,
     a: Path,
-    b: Path,
+    b: Path | None,
     forms: str | None,
     output: Path | None,
     as_json: bool,
@@ -88,16 +99,19 @@ def compare(
 ) -> None:
     """Compare two dumps and say where they first disagree.
 
-    A and B are folders that 'probe dump -o' wrote. Exit status: 0 consistent, 1 suspect or divergent, 2 incomparable
+    A and B are folders that 'probe dump -o' wrote. A alone is the folder of a job (DUMP_ON=1), whose rollout is
+    compared with its logprob stage, or its actor. Each may be several folders with commas between: those of the nodes
+    of one run. Exit status: 0 consistent, 1 suspect or divergent, 2 incomparable
     or trouble.
     """
     common.one_blas_thread()
+    gc.set_threshold(50_000)  # a report is many objects and few cycles: looking for these costs more than it frees
     from probe.cli.progress import observing
     from probe.compare.report import FORMS
     from probe.compare.run import compare_dumps, exit_status
 
     if explained is not None:
-        chosen = {name: options[name] for name in ("mapping", "across_versions")}
+        chosen = {name: options[name] for name in ("mapping", "across_versions", "step")}
         print_explanation(a, b, explained, as_json, **chosen)
         return
     wanted = choose_forms(FORMS, forms, output, as_json, no_text, force)
@@ -108,7 +122,7 @@ def compare(
     context.exit(exit_status(report))
 
 
-def print_explanation(a: Path, b: Path, name: str, as_json: bool, **options: Any) -> None:
+def print_explanation(a: Path, b: Path | None, name: str, as_json: bool, **options: Any) -> None:
     """Print how the tensors called ``name`` are compared; raise UsageError for a name that neither dump has."""
     from probe.compare.explain import explain, in_words
     from probe.compare.report.model import dumps

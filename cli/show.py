@@ -26,6 +26,7 @@ STATISTICS = ("min", "max", "mean", "norm")
     cls=common.Command,
     examples="""
     probe show d/rollout
+    probe show job
     probe show d/rollout layers.2.mlp.down_proj
     probe show d/actor 'decoder.layers.*.mlp.linear_fc2'
     probe show d/rollout --json | jq '.tensors[] | select(.nan > 0)'
@@ -38,11 +39,16 @@ STATISTICS = ("min", "max", "mean", "norm")
 def show(dump: Path, module: str | None, everything: bool, as_json: bool) -> None:
     """Show what a dump holds, or one module of it.
 
-    Without MODULE: the run, its sequences and its tensors. MODULE is a module's path, a part of one, or a pattern with
-    * and ?; append :SLOT to see one slot. Shown are its tensors with statistics and values, and its weights.
+    Without MODULE: the run, its sequences and its tensors; of a job's folder (DUMP_ON=1) its stages and steps. MODULE
+    is a module's path, a part of one, or a pattern with * and ?; append :SLOT to see one slot. Shown are its tensors
+    with statistics and values, and its weights.
     """
+    from probe.compare.job import is_job
     from probe.store.reader import open_dump
 
+    if module is None and is_job(dump):
+        show_job(dump, everything, as_json)
+        return
     with open_dump(dump) as opened:
         data = describe_dump(opened) if module is None else describe_modules(opened, module)
     if as_json:
@@ -53,6 +59,19 @@ def show(dump: Path, module: str | None, everything: bool, as_json: bool) -> Non
         _print_dump(data, everything)
     else:
         _print_modules(data, everything)
+
+
+def show_job(path: Path, everything: bool, as_json: bool) -> None:
+    """Print the stages and steps of a job's folder."""
+    from probe.cli.show_job import describe_job, print_job
+
+    data = describe_job(path, everything=everything or as_json)
+    if as_json:
+        from probe.compare.report.model import dumps
+
+        sys.stdout.write(dumps(data) + "\n")
+    else:
+        print_job(data)
 
 
 # -- plain data -------------------------------------------------------------------------------------------------------

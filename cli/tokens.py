@@ -11,7 +11,7 @@ import click
 
 from probe.cli import common
 from probe.cli.forms import choose_forms, report_options
-from probe.errors import UsageError
+from probe.errors import OutputExistsError, UsageError
 
 source_group = common.option("Sources")
 update_group = common.option("PPO update")
@@ -19,7 +19,7 @@ grid_group = common.option("Grid")
 
 UPDATE = ("clip_epsilon", "kl_coef", "cliprange_value", "vf_coef", "early_stop_kl", "accumulation_steps")
 """Options that are the fields of probe.compare.ppo.PPOConfig, which holds their defaults and checks them."""
-REPEATED = ("ppo", *UPDATE, "temperature", "top_p", "trust", "loose", "samples", "positions", "tokenizer")
+REPEATED = ("step", "ppo", *UPDATE, "temperature", "top_p", "trust", "loose", "samples", "positions", "tokenizer")
 """Options that a command to run next repeats where they were given."""
 
 
@@ -27,6 +27,8 @@ REPEATED = ("ppo", *UPDATE, "temperature", "top_p", "trust", "loose", "samples",
     cls=common.Command,
     examples="""
     probe tokens d/rollout d/actor
+    probe tokens job --step 20
+    probe tokens job --worst 4 -o seqs.jsonl
     probe tokens rollout.npz actor.npz --report html
     probe tokens rollout.npz actor.npz --ppo advantages.npz --clip-epsilon 0.2
     probe tokens prob_diff/ --json | jq '.tokens.by_step[].mean_prob_diff'
@@ -35,6 +37,19 @@ REPEATED = ("ppo", *UPDATE, "temperature", "top_p", "trust", "loose", "samples",
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("source2", required=False, type=click.Path(path_type=Path))
 @report_options
+@source_group(
+    "--step",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="The training step of dumps.  [default: the first that is there]",
+)
+@click.option(
+    "--worst",
+    metavar="N",
+    type=click.IntRange(min=1),
+    cls=common.GroupedOption,
+    help="Write the N sequences that differ most to -o, a file for 'probe dump --from'.",
+)
 @source_group("--temperature", metavar="X", type=float, help="Temperature that the rollout of files sampled with.")
 @source_group("--top-p", metavar="X", type=float, help="Top-p that the rollout of files sampled with.")
 @source_group(
@@ -73,25 +88,47 @@ def tokens(
 ) -> None:
     """Compare log-probs token by token, and what they do to a PPO update.
 
-    SOURCE is a dump, a folder of verl's per-token monitor (prob_diff_step_N.npy), or an npz, parquet or jsonl file with
-    log-probs of both sides. With SOURCE2 the first is the rollout's, the second the actor's. Exit status: 0 consistent,
-    1 suspect or divergent, 2 incomparable or trouble.
+    SOURCE is a dump, the folder of a job (DUMP_ON=1), a folder of verl's per-token monitor (prob_diff_step_N.npy), or
+    an npz, parquet or jsonl file with log-probs of both sides. With SOURCE2 the first is the rollout's, the second the
+    actor's. Exit status: 0 consistent, 1 suspect or divergent, 2 incomparable or trouble.
     """
     from probe.compare.ppo import PPOConfig
     from probe.compare.report.tokens import TOKEN_FORMS
     from probe.compare.run import exit_status
     from probe.compare.tokens.run import compare_token_sources
 
-    wanted = choose_forms(TOKEN_FORMS, forms, output, as_json, no_text, force)
+    worst_file = sequences_file(options["worst"], forms, output, force)
+    wanted = choose_forms(TOKEN_FORMS, forms, None if worst_file else output, as_json, no_text, force)
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     words = repeated(given)
     config = PPOConfig(**{name: given.pop(name) for name in UPDATE if name in given})
     paths = [path for path in (source, source2) if path is not None]
     if len(paths) == 2 and paths[0].absolute() == paths[1].absolute():
         raise UsageError(f"{paths[0]} is given twice", "give it once where it holds both sides")
-    report = compare_token_sources(paths, config=config, text=not no_text, words=words, **given)
+    given |= {"worst_file": worst_file, "text": not no_text, "words": words}
+    report = compare_token_sources(paths, config=config, **given)
     wanted.give(report)
+    if worst_file is not None:
+        common.note(f"wrote {worst_file}: run these sequences again with 'probe dump --from {worst_file}'")
     context.exit(exit_status(report))
+
+
+def sequences_file(worst: int | None, forms: str | None, output: Path | None, force: bool) -> Path | None:
+    """Return the file that ``--worst`` writes, or None without it; raise where -o cannot be that file."""
+    if worst is None:
+        return None
+    if output is None:
+        raise UsageError("--worst writes a file", "add -o FILE.jsonl")
+    if forms is not None:
+        raise UsageError(
+            "with --worst, -o is the file of the sequences, and no report is written", "leave out --report"
+        )
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        what = "is a folder" if output.is_dir() else "would lie in a folder that is not there"
+        raise UsageError(f"{output} {what}", "name a file, such as seqs.jsonl")
+    if output.exists() and not force:
+        raise OutputExistsError(f"{output} already exists", "choose another -o or add --force")
+    return output
 
 
 def repeated(given: Mapping[str, Any]) -> str:

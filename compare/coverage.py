@@ -12,12 +12,15 @@ import numpy as np
 from probe.compare.align import NO_ROWS, RowAligner, RowJoin, RowTable, last_of_equals, pack
 from probe.compare.report.model import ROW_REASONS
 from probe.metrics import BLOCK_VALUES
+from probe.store.budget import Budget, within_rows
 from probe.store.reader import Dump
 
 REASONS = tuple(ROW_REASONS)
 """Why a row did not join (docs/report.md). A row counts under the first that fits; the last one fits any."""
 
-EXCUSED = frozenset({"padding", "computed_again", "prefix_cache", "not_executed", "prompts_only", "beyond_prefix"})
+EXCUSED = frozenset(
+    {"padding", "computed_again", "prefix_cache", "not_executed", "prompts_only", "budget", "beyond_prefix"}
+)
 """Rows that the two sides could not both have stored: they do not lower the share of rows that was compared."""
 
 
@@ -168,6 +171,20 @@ class _Lone:
         own = [mine[pair.pieces(side)[0]].prompt_len for pair in pairs]
         self.prompt = self._of([one or two for one, two in zip(prompts, own)])
 
+    def over_budget(self, held: np.ndarray, budget: Budget) -> np.ndarray:
+        """Tell which rows the other side's budget left out: of a sequence that it did not choose, or beyond its rows.
+
+        ``held``: the other side's cells.
+        """
+        picked = (self.pair < 0) & bool(budget.listed)
+        if not budget.limits_rows:
+            return picked
+        pair = self.aligner.places(held, 1 - self.side)[2]
+        unchosen = ~np.isin(self.pair, pair) if budget.seqs else np.zeros(len(self.pair), bool)
+        beyond = ~within_rows(self.position, self.prompt, budget.rows)
+        left_out = unchosen | beyond | bool(budget.dropped)
+        return picked | ((self.pair >= 0) & (self.position < self.prefix) & left_out)
+
     def _of(self, per_pair: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return one entry per row from one per pair; rows of no pair get -1."""
         return np.append(np.asarray(per_pair, np.int64), -1)[self.pair]
@@ -194,13 +211,15 @@ def _reasons(lone: _Lone, joined: _Joined, held: np.ndarray, dumps: tuple[Dump, 
     within = lone.position < lone.prefix
     told_not_to = short[1 - lone.side] and not short[lone.side]
     response = np.where(within, lone.position >= lone.prompt, lone.known == lone.prefix)
+    budget = lone.over_budget(held, dumps[1 - lone.side].budget)
     fits = {
         "computed_again": (lone.pair >= 0) & np.isin(lone.key, joined.keys),
-        "other_sequence": lone.pair < 0,
+        "other_sequence": (lone.pair < 0) & ~budget,
         "other_version": lone.versions(held),
         "prefix_cache": within & (lone.position < lone.cached),
         "not_executed": within & (lone.position == lone.last_generated),
         "prompts_only": response & told_not_to,
+        "budget": budget,
         "beyond_prefix": ~within,
     }
     numbers = [REASONS.index(reason) for reason in fits]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -211,7 +212,8 @@ class Suspect:
 class Evidence:
     """Everything a comparison found; the summary, the diagnosis and the report's sections read it.
 
-    ``options``: what the command line that repeats the comparison needs beside the two dumps.
+    ``options``: what the command line that repeats the comparison needs beside the two dumps; ``operands``: what it
+    names instead of their two paths, empty for these.
     """
 
     side_a: Side
@@ -229,6 +231,7 @@ class Evidence:
     tensor_share: float
     min_coverage: float
     options: str = ""
+    operands: str = ""
     replays: Replays = field(default_factory=Replays)
     located: Located = field(default_factory=Located)
     verdict: str = ""
@@ -245,6 +248,12 @@ class Evidence:
     def b(self) -> Dump:
         """Return the dump of side b."""
         return self.side_b.dump
+
+    @property
+    def again(self) -> str:
+        """Return the command that repeats the comparison."""
+        named = self.operands or " ".join(shlex.quote(str(dump.path)) for dump in (self.a, self.b))
+        return f"probe compare {named} {self.options}".rstrip()
 
     def entry(self, label: str) -> Measured | None:
         """Return the measured tensor of a canonical label."""

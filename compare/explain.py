@@ -12,6 +12,7 @@ from typing import Any
 from probe.compare.align import RowAligner
 from probe.compare.coverage import count_rows
 from probe.compare.floors.floors import noise_model
+from probe.compare.job import open_sides
 from probe.compare.judge import modelled_floor
 from probe.compare.mapping import load_map, read_mapped
 from probe.compare.match import Entry, Match, Matching, match_tensors
@@ -21,7 +22,6 @@ from probe.compare.report.model import ROW_REASONS, clean_floats
 from probe.compare.sequences import join_sequences
 from probe.compare.side import Side
 from probe.errors import ProbeError, UsageError
-from probe.store.reader import open_dump
 
 OPERATION_WORDS = {
     "whole": "as it is",
@@ -58,21 +58,23 @@ class _View:
 
 def explain(
     path_a: str | Path,
-    path_b: str | Path,
+    path_b: str | Path | None,
     name: str,
     *,
+    step: int | None = None,
     mapping: str | Path | None = None,
     across_versions: bool = False,
 ) -> dict[str, Any]:
     """Return how the tensors called ``name`` are compared: ``{"name", "entries": [...]}`` (docs/names.md).
 
-    ``name``: a canonical name or one of either dump, with or without ``:slot``. Raises UsageError, with the nearest
+    ``name``: a canonical name or one of either dump, with or without ``:slot``; paths and ``step`` are those of
+    :func:`probe.compare.run.compare_dumps`. Raises UsageError, with the nearest
     names, where neither side knows it.
     """
     if not name.strip():
         raise UsageError("the name to explain is empty", "give one, such as layers.0.self_attn.q_proj")
     given = load_map(mapping) if mapping is not None else None
-    with open_dump(path_a) as a, open_dump(path_b) as b:
+    with open_sides(path_a, path_b, step) as (a, b, _):
         side_a, side_b = read_mapped(a, b, given)
         aligner = RowAligner(join_sequences(a, b), a.sequences, b.sequences, across_versions=across_versions)
         view = _View(side_a, side_b, match_tensors(side_a, side_b), aligner)

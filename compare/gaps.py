@@ -9,11 +9,13 @@ from probe.compare.names.canonical import LOGITS
 from probe.compare.report.model import ROW_REASONS, counted
 from probe.compare.weights_gate import WEIGHTS_UNSEEN
 from probe.store.reader import Dump
+from probe.store.schema import RL
 
 ROW_GAPS = {
     "other_sequence": "of sequences on one side only",
     "other_version": "of another weight version",
     "prefix_cache": "not executed (prefix cache)",
+    "budget": "left out by the budget",
     "beyond_prefix": "after the tokens part",
     "part_of_shards": "without all their shards",
     "not_stored": "stored by one side only",
@@ -27,6 +29,8 @@ SILENT = ("padding", "computed_again", "prompts_only", "part_of_shards")
 def in_brief(e: Evidence) -> list[str]:
     """Return what was not compared, each in a few words; :func:`not_compared` says it in full."""
     gaps = ["decode not seen"] if any(d.manifest.get("prompts_only") for d in (e.a, e.b)) else []
+    bare = _tokens_only(e)
+    gaps += ["no tensor was recorded" if len(bare) == 2 else f"{bare[0]} recorded no tensor"] if bare else []
     if e.matching.unavailable:
         labels = [entry.label for entry in e.matching.unavailable]
         kind = "norm" if all("norm" in label for label in labels) else "tensor"
@@ -42,7 +46,7 @@ def in_brief(e: Evidence) -> list[str]:
     failed = sum(entry.metrics is None for entry in e.measured)
     gaps += [f"{tensors(failed)} could not be paired"] if failed else []
     only = {"a": e.matching.only_a, "b": e.matching.only_b}
-    gaps += [f"{tensors(len(entries))} only in {side}" for side, entries in only.items() if entries]
+    gaps += [f"{tensors(len(entries))} only in {side}" for side, entries in only.items() if entries and not bare]
     gaps += [
         f"{counted(e.rows.count(reason), 'row')} {words}" for reason, words in ROW_GAPS.items() if e.rows.count(reason)
     ]
@@ -60,6 +64,15 @@ def in_brief(e: Evidence) -> list[str]:
     gaps += [f"{side} incomplete" for side, dump in (("a", e.a), ("b", e.b)) if not dump.complete]
     gaps += [f"first step of {side} only" for side, dump in (("a", e.a), ("b", e.b)) if dump.unread]
     return gaps
+
+
+def tokens_only(dump: Dump) -> bool:
+    """Tell whether a dump holds no tensor of a module (``PROBE_TASK=tokens``, or a capture that had to do with it)."""
+    return all(module == RL for module, _ in dump.tensors)
+
+
+def _tokens_only(e: Evidence) -> list[str]:
+    return [side for side, dump in (("a", e.a), ("b", e.b)) if tokens_only(dump)]
 
 
 def _unknown(e: Evidence) -> dict[str, list[Entry]]:
@@ -100,7 +113,7 @@ def not_compared(e: Evidence) -> list[str]:
         if not dump.complete
     ]
     sentences += [
-        f"{counted(len(dump.unread), 'later step')} of {side}: name a step's folder to compare it ({dump.unread[0]})"
+        f"{counted(len(dump.unread), 'later step')} of {side}: add --step or name a step's folder ({dump.unread[0]})"
         for side, dump in (("a", e.a), ("b", e.b))
         if dump.unread
     ]
@@ -117,7 +130,7 @@ def not_compared(e: Evidence) -> list[str]:
     for side, broken in _broken_weights(e).items():
         for name, gap in list(broken.items())[:1]:
             sentences.append(f"{counted(len(broken), 'parameter')} of {side} (first {name}): {gap}")
-    if not e.measured:
+    if not e.measured and not _tokens_only(e):
         sentences.append("module tensors: none is stored on both sides")
     sentences += [f"modules of {side} from their own inputs: {why}" for side, why in e.replays.why_not.items()]
     return sentences
@@ -158,8 +171,12 @@ def _unseen_tensors(e: Evidence) -> list[str]:
     for reason in dict.fromkeys(entry.reason for entry in e.matching.unavailable):
         entries = [entry for entry in e.matching.unavailable if entry.reason == reason]
         sentences.append(f"{tensors(len(entries))} unavailable in {entries[0].side} (as {entries[0].label}): {reason}")
+    bare = _tokens_only(e)
+    if bare:
+        who = " and ".join(bare)
+        sentences.append(f"module tensors: {who} recorded tokens only (PROBE_TASK=tokens, or a model that is compiled)")
     for side, only in (("a", e.matching.only_a), ("b", e.matching.only_b)):
-        if only:
+        if only and not bare:
             sentences.append(f"{tensors(len(only))} that only {side} has (first {only[0].label})")
     for side, unknown in _unknown(e).items():
         if unknown:

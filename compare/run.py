@@ -12,7 +12,8 @@ from typing import Any
 from probe._version import __version__
 from probe.checkpoint import Checkpoint
 from probe.compare.align import RowAligner
-from probe.compare.coverage import RowCoverage, count_rows, fewer_rows, held_rows
+from probe.compare.cluster import figure_maker
+from probe.compare.coverage import FewerRows, RowCoverage, count_rows, fewer_rows, held_rows
 from probe.compare.diagnose.run import diagnose, recommend
 from probe.compare.environment_gate import environment_entries
 from probe.compare.evidence import Evidence
@@ -20,7 +21,8 @@ from probe.compare.figures import Observer
 from probe.compare.findings import located_section, replay_section
 from probe.compare.floors.golden import measure_golden
 from probe.compare.floors.measured import measure_floors
-from probe.compare.gaps import not_compared
+from probe.compare.gaps import not_compared, tokens_only
+from probe.compare.job import open_sides
 from probe.compare.judge import overall
 from probe.compare.locate.first import first_divergence, worst_rows
 from probe.compare.locate.run import locate
@@ -50,8 +52,7 @@ from probe.compare.tokens.text import load_decoder
 from probe.compare.tokens.update import ppo_section
 from probe.compare.weights_gate import declared_lag
 from probe.errors import CompareError
-from probe.store.reader import Dump, open_dump
-from probe.store.schema import RL
+from probe.store.reader import Dump
 
 EXIT_STATUS = {"consistent": 0, "suspect": 1, "divergent": 1, "incomparable": 2}
 MIN_COVERAGE = 0.9
@@ -67,7 +68,7 @@ class Options:
     ``text``: decode tokens through the checkpoint's tokenizer; ``floor``: a dump of one side's engine run again;
     ``golden``: a dump of the same tokens in a higher precision; ``weights``: the checkpoint to replay modules with
     (None: the one that the manifest names, where its weights match); ``replay``: whether to replay at all; ``jobs``:
-    tensors measured at the same time (0: one per core).
+    tensors measured at the same time (0: one per core); ``ray``: the address of a Ray cluster that measures them.
     """
 
     mapping: str | Path | None = None
@@ -79,10 +80,12 @@ class Options:
     weights: str | Path | None = None
     replay: bool = True
     jobs: int = 0
+    ray: str | None = None
 
     def words(self) -> str:
         """Return the options as a command line repeats them."""
         given = {"--map": self.mapping, "--floor": self.floor, "--golden": self.golden, "--weights": self.weights}
+        given |= {"--ray": self.ray}
         words = [f"{name} {shlex.quote(str(value))}" for name, value in given.items() if value is not None]
         words += ["--across-versions"] if self.across_versions else []
         words += [f"--min-coverage {self.min_coverage:g}"] if self.min_coverage != MIN_COVERAGE else []
@@ -91,50 +94,63 @@ class Options:
 
 def compare_dumps(
     path_a: str | Path,
-    path_b: str | Path,
+    path_b: str | Path | None = None,
     *,
+    step: int | None = None,
     observer: Observer | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Compare two dumps of one stage each and return the report (the content of ``report.json``).
 
-    ``observer``: called with (what, done, total); ``options``: the fields of :class:`Options`. Raises DumpError for a
-    dump that cannot be read, CompareError for two dumps that have nothing in common, UsageError for a mapping that does
-    not fit them.
+    Without ``path_b`` the first path is a job's folder, whose own stages are compared (:mod:`probe.compare.job`).
+    ``step``: the training step of both, by default the first; ``observer``: called with (what, done, total);
+    ``options``: the fields of :class:`Options`. Raises DumpError for a dump that cannot be read, CompareError for two
+    dumps that have nothing in common, UsageError for a mapping that does not fit them, or a folder that is no job's.
     """
-    with open_dump(path_a) as a, open_dump(path_b) as b:
-        return compare_open(a, b, observer=observer, **options)
+    with open_sides(path_a, path_b, step) as (a, b, job):
+        operands, update = (job.pair.operands, job.update) if job else ("", None)
+        return compare_open(a, b, observer=observer, operands=operands, update=update, **options)
 
 
-def compare_open(a: Dump, b: Dump, *, observer: Observer | None = None, **options: Any) -> dict[str, Any]:
-    """Compare two open dumps (see :func:`compare_dumps`)."""
+def compare_open(
+    a: Dump,
+    b: Dump,
+    *,
+    observer: Observer | None = None,
+    update: Dump | None = None,
+    operands: str = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """Compare two open dumps (see :func:`compare_dumps`).
+
+    ``update``: a third dump of the same tokens that holds what the trainer knows of them (advantages, ...);
+    ``operands``: what the command line names instead of the two dumps' paths.
+    """
     chosen = Options(**options)
     if chosen.weights is not None:
         Checkpoint(chosen.weights)  # one that cannot be read is refused before anything is measured
-    side_a, side_b = read_mapped(a, b, load_map(chosen.mapping) if chosen.mapping is not None else None)
+    mapping = load_map(chosen.mapping) if chosen.mapping is not None else None
+    side_a, side_b = read_mapped(a, b, mapping)
     for side in (side_a, side_b):
         complete_logprobs(side)
     _require_same_model(side_a, side_b)
     join = join_sequences(a, b)
     _require_joined(a, b, join)
-    matching = match_tensors(side_a, side_b)
-    environment = environment_entries(a, b)
+    matching, environment = match_tensors(side_a, side_b), environment_entries(a, b)
     gates = preflight(side_a, side_b, join, environment, chosen.weights)
     aligner = RowAligner(join, a.sequences, b.sequences, across_versions=chosen.across_versions)
     floors, floor_gate = measure_floors(side_a, side_b, matching.matched, chosen.floor)
-    measurer = Measurer(side_a, side_b, aligner, matching, floors, observer, chosen.jobs)
-    measured = measurer.run()
+    with figure_maker(chosen.ray, a, b, mapping) as maker:
+        measurer = Measurer(side_a, side_b, aligner, matching, floors, observer, chosen.jobs, maker)
+        measured = measurer.run()
     gates += [*floor_gate, *measure_golden(side_a, side_b, measured, chosen.golden)]
-    batch = batch_of_dumps(a, b, aligner)
+    batch = batch_of_dumps(a, b, aligner, update)
     decode = load_decoder(a, b) if chosen.text else None
     tokens = token_section(batch, decode)
     rows = count_rows(aligner, measurer.joins, a, b, measurer.recomputed, measurer.left_out())
     _require_something(a, b, measured, tokens, rows)
     excuse_idle(matching, measurer.routing)
-    joins = [(entry.match.label, entry.join) for entry in measured if entry.join is not None]
-    fewer = fewer_rows(aligner, [(label, join) for label, join in joins if not is_expert(label)])
-    rows.held = held_rows(joins, fewer, {entry.match.label for entry in measured if _has_every_row(entry.match)})
-    share = _tensor_share(side_a, side_b, matching, measured)
+    fewer = _count_fewer(aligner, measured, rows)
     evidence = Evidence(
         side_a,
         side_b,
@@ -148,12 +164,21 @@ def compare_open(a: Dump, b: Dump, *, observer: Observer | None = None, **option
         batch,
         ppo_section(batch, PPOConfig(), decode),
         environment,
-        share,
+        _tensor_share(side_a, side_b, matching, measured),
         chosen.min_coverage,
         chosen.words(),
+        operands,
     )
     _conclude(evidence, aligner, chosen)
     return dict(clean_floats(_report(evidence, measurer.routing)))
+
+
+def _count_fewer(aligner: RowAligner, measured: list[Measured], rows: RowCoverage) -> list[FewerRows]:
+    """Return the tensors that were compared on fewer rows than others, and note in ``rows`` what share they hold."""
+    joins = [(entry.match.label, entry.join) for entry in measured if entry.join is not None]
+    fewer = fewer_rows(aligner, [(label, join) for label, join in joins if not is_expert(label)])
+    rows.held = held_rows(joins, fewer, {entry.match.label for entry in measured if _has_every_row(entry.match)})
+    return fewer
 
 
 def _conclude(e: Evidence, aligner: RowAligner, options: Options) -> None:
@@ -263,11 +288,13 @@ def _agreeing_logits(measured: list[Measured]) -> Measured | None:
 def _tensor_share(a: Side, b: Side, matching: Matching, measured: list[Measured]) -> float:
     """Return the share of canonical tensors that were compared; those a spec makes unavailable do not count.
 
-    Dumps that both hold tensors of which none has a canonical name share none; without any tensor there is none to
-    miss.
+    Dumps that both hold tensors of which none has a canonical name share none. Where a side recorded tokens only there
+    is no tensor to miss.
     """
+    if any(tokens_only(side.dump) for side in (a, b)):
+        return 1.0
     compared = sum(entry.metrics is not None for entry in measured)
     total = len(measured) + len(matching.only_a) + len(matching.only_b)
     if not total:
-        return 0.0 if all(any(module != RL for module, _ in side.dump.tensors) for side in (a, b)) else 1.0
+        return 0.0
     return compared / total

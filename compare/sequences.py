@@ -111,17 +111,23 @@ def _by_trajectory_and_sample(trajectory: Trajectory) -> Hashable:
     return (trajectory.lead.trajectory, trajectory.lead.sample) if trajectory.lead.trajectory else None
 
 
+def _if_numbered(trajectory: Trajectory) -> Hashable:
+    return "all" if _NUMBERED.fullmatch(trajectory.name) else None
+
+
 ROUNDS: tuple[tuple[Name, bool], ...] = (
     (_by_name_and_sample, True),
     (_by_trajectory_and_sample, True),
     (_by_name, True),
+    (_if_numbered, True),
     (_by_name_and_sample, False),
     (_by_trajectory_and_sample, False),
     (_by_name, False),
     (_everything, False),
 )
 """What two sequences must share to be tried, the surest first, and whether one must continue the other without a
-differing token. A sample number that the two sides count differently thus yields to equal content."""
+differing token. A sample number that the two sides count differently thus yields to equal content, and so does a name
+that only numbers the sequences of a run, which may have come in another order."""
 
 
 @dataclass

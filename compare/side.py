@@ -85,7 +85,10 @@ class Side:
                 found = pattern(wanted).match(label)
                 if found and holds(entry, found.groupdict(), self.facts) and wanted not in self._shown:
                     return entry.reason
-        return self.refused if layer_of(label) is not None else ""
+        layer, recorded = layer_of(label), self.dump.budget.layers
+        if recorded and layer is not None and layer not in recorded:
+            return f"left out by the budget: PROBE_LAYERS was {','.join(map(str, recorded))}"
+        return self.refused if layer is not None else ""
 
     @cached_property
     def _shown(self) -> set[str]:

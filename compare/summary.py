@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 
 from probe.compare.evidence import BROKEN, UNMODELLED, Evidence, Replayed
 from probe.compare.gaps import in_brief, tensors
@@ -14,6 +16,7 @@ from probe.compare.measure import Measured
 from probe.compare.report.model import counted, headline_sentence
 from probe.store.reader import Dump
 
+_STEP = re.compile(r"step\d+")
 OPENINGS = {
     "consistent": "agree: what differs is rounding",
     "suspect": "differ by more than rounding is expected to explain, but not clearly",
@@ -183,28 +186,33 @@ def next_commands(e: Evidence) -> list[str]:
     """Return commands to paste, the most useful one first."""
     a, b = shlex.quote(str(e.a.path)), shlex.quote(str(e.b.path))
     first = first_divergent(e.measured)
-    commands = _which_side(e, a, b) if e.verdict in ("suspect", "divergent") else []
+    commands = _which_side(e, a) if e.verdict in ("suspect", "divergent") else []
     if first is None:
-        return [*commands, f"probe show {a}", f"probe show {b}"]
+        again = [f"{e.again} --report html --force"] if e.operands else []
+        return [*commands, *again, f"probe show {a}", f"probe show {b}"]
     for path, source, dump in ((a, first.match.source_a, e.a), (b, first.match.source_b, e.b)):
         module = _native_module(source.native[0], dump)
         commands.append(f"probe show {path} {shlex.quote(module)}")
-    again = f"probe compare {a} {b} {e.options}".rstrip()
-    return [*commands, f"{again} --report html --force"]
+    return [*commands, f"{e.again} --report html --force"]
 
 
-def _which_side(e: Evidence, a: str, b: str) -> list[str]:
+def _which_side(e: Evidence, a: str) -> list[str]:
     """Return the commands that would tell which side is at fault, where that is not known."""
     if e.suspects and e.suspects[0].side != "unknown":
         return []
     checkpoint = (e.a.manifest.get("model") or {}).get("path")
     if checkpoint and all(gate.name != "golden" for gate in e.gates):
-        reference = shlex.quote(str(e.a.path.with_name("reference")))
+        reference = shlex.quote(str(_beside(e.a).with_name("reference")))
         made = f"probe dump --stage reference --dtype float64 --from {a} -o {reference}"
-        again = f"probe compare {a} {b} {e.options}".rstrip()
-        weights = [] if "--weights" in e.options else [f"{again} --weights {shlex.quote(str(checkpoint))}"]
-        return [*weights, made, f"{again} --golden {reference}"]
+        weights = [] if "--weights" in e.options else [f"{e.again} --weights {shlex.quote(str(checkpoint))}"]
+        return [*weights, made, f"{e.again} --golden {reference}"]
     return []
+
+
+def _beside(dump: Dump) -> Path:
+    """Return the folder beside which a dump of the same tokens may lie: the job's own holds its steps and stages."""
+    folder = dump.roots[0]
+    return folder.parents[1] if _STEP.fullmatch(folder.name) and folder.parent.name == dump.stage else folder
 
 
 def _native_module(label: str, dump: Dump) -> str:

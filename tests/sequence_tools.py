@@ -9,6 +9,7 @@ import numpy as np
 
 from probe.compare.align import RowAligner
 from probe.compare.sequences import join_sequences
+from probe.store.budget import Budget, budget_of
 from probe.store.schema import ROW, Sequence
 
 
@@ -18,6 +19,11 @@ class Side:
 
     sequences: list[Sequence]
     manifest: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> Budget:
+        """Return what the manifest says was left out."""
+        return budget_of([self.manifest])
 
 
 def seq(uid: str, tokens: list[int], prompt_len: int = 2, **more: Any) -> Sequence:

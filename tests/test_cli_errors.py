@@ -124,7 +124,7 @@ CASES = {
     "nothing to write": Case(("compare", "a", "b", "--report", "terminal", "-o", "r"), ("nothing", "--report")),
     "coverage above one": Case(("compare", "a", "b", "--min-coverage", "90"), ("--min-coverage", "0<=x<=1")),
     "report folder is a file": Case(("compare", "a", "b", "-o", "prompts.txt"), ("prompts.txt is a file", "-o")),
-    "a dump is missing": Case(("compare", "a"), ("missing argument", "B", "probe compare --help")),
+    "a dump is missing": Case(("compare", "a"), ("a holds rollout alone", "give the dump to compare it with")),
     "stage is missing": Case(("dump", "-o", "out"), ("--stage", "rollout")),
     "unknown stage": Case(("dump", "--stage", "critc", "-o", "out"), ("--stage", "'critc'", "actor")),
     "no model": Case((*ROLLOUT, "--prompts", "prompts.txt"), ("no model", "--model")),

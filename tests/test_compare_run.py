@@ -395,6 +395,7 @@ def test_synthetic_weights_differ_by_seed():
 
 def test_the_repeated_command_carries_every_option_that_decides():
     values = {"mapping": "my map.yaml", "floor": "f", "golden": "g h", "weights": "w", "min_coverage": 0.25}
+    values["ray"] = "auto"
     chosen = Options(**values, across_versions=True, replay=False, text=False, jobs=3)
     context = compare_command.make_context("compare", ["a", "b", *shlex.split(chosen.words())])
     parsed = {name: str(value) if isinstance(value, Path) else value for name, value in context.params.items()}

@@ -120,7 +120,7 @@ def test_dump_on_is_enough(tmp_path, model, monkeypatch):
 def test_prompts_only(tmp_path, model, monkeypatch):
     monkeypatch.setenv("DUMP_ON", "1")
     monkeypatch.setenv("PROMPTS_ONLY", "1")
-    monkeypatch.setenv("PROBE_DUMP_PATH", str(tmp_path / "d"))
+    monkeypatch.setenv("PROBE_DUMP_DIR", str(tmp_path / "d"))
     with PrecisionDebugger().start(model, prompt_lens=[2, 1], uids=["a", "b"]):
         forward(model)
     with open_dump(tmp_path / "d") as dump:
@@ -155,7 +155,7 @@ def test_the_folder_of_one_step_opens_and_a_comparison_says_which_steps_it_left_
         assert one.sequences[0].tokens.tolist() == [10, 1, 2]
     assert "first step of b only" in compare_dumps(later.with_name("step0"), tmp_path / "d")["headline"]
     assert (
-        f"1 later step of b: name a step's folder to compare it ({later})"
+        f"1 later step of b: add --step or name a step's folder ({later})"
         in (compare_dumps(tmp_path / "d", tmp_path / "d")["not_compared"])
     )
     assert "step" not in compare_dumps(later, later)["headline"]

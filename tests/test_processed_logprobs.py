@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probe.cli.dump import next_command
 from probe.cli.main import cli
+from probe.cli.next import next_command
 from probe.compare.run import compare_dumps
 from probe.compare.sampling_fits import processed_scores as reference
 from probe.errors import UsageError

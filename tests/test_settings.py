@@ -22,7 +22,7 @@ def write_config(path, values):
 @pytest.mark.parametrize("suffix", ["json", "yaml", "yml"])
 def test_precedence(tmp_path, suffix):
     config = write_config(tmp_path / f"c.{suffix}", {"dump_path": "file", "stage": "reference", "step": [5], "rank": 1})
-    environ = {"PROBE_DUMP_PATH": "environment", "PROBE_STAGE": "", "DUMP_ON": "1", "PROBE_STEPS": "1, 2"}
+    environ = {"PROBE_DUMP_DIR": "environment", "PROBE_STAGE": "", "DUMP_ON": "1", "PROBE_STEPS": "1, 2"}
     settings = load_settings(config, {"dump_path": "keyword", "step": None}, environ)
     assert (settings.dump_path, settings.stage, settings.step, settings.rank) == ("keyword", "reference", (1, 2), (1,))
     assert settings.enabled
@@ -60,7 +60,7 @@ def test_an_msprobe_config_works_as_it_is(tmp_path):
         settings = load_settings(write_config(tmp_path / "c.json", {**task, **common, **sections}), {}, {})
         assert (settings.list, settings.data_mode, settings.step, settings.rank) == (("mlp",), ("output",), (0,), ())
     statistics = write_config(tmp_path / "s.json", {"task": "statistics", **common, **sections})
-    with pytest.raises(UsageError, match=r"task 'statistics' is not supported: use tensor"):
+    with pytest.raises(UsageError, match=r"task 'statistics' is not supported: use tokens, tensor"):
         load_settings(statistics, {}, {})
     assert load_settings(statistics, {"task": "tensor"}, {}).list == ("mlp",)
     sections["tensor"]["scope"] = ["Module.a", "Module.b"]

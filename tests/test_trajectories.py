@@ -61,6 +61,15 @@ def test_sample_numbers_that_the_sides_count_differently_yield_to_equal_content(
     assert pairs_of(join_sequences(a, b)) == [(0, 1, 4), (1, 0, 4)]
 
 
+def test_names_that_only_number_the_sequences_of_a_run_yield_to_equal_content():
+    """A trainer that shuffles the samples of its batches numbers them in another order than the rollout did."""
+    a = side(seq("s0", [1, 2, 7, 7]), seq("s1", [1, 2, 8, 8]), seq("s2", [1, 2, 9, 9]))
+    b = side(seq("s0", [1, 2, 7, 7]), seq("s1", [1, 2, 9, 9]), seq("s2", [1, 2, 8, 8]))
+    assert pairs_of(join_sequences(a, b)) == [(0, 0, 4), (1, 2, 4), (2, 1, 4)]
+    named = [[seq(s.uid.replace("s", "u"), s.tokens.tolist()) for s in dump.sequences] for dump in (a, b)]
+    assert pairs_of(join_sequences(*(side(*sequences) for sequences in named))) == [(0, 0, 4), (1, 1, 2), (2, 2, 2)]
+
+
 def test_samples_whose_responses_differ_join_by_their_number():
     a = side(seq("u", [1, 2, 3], sample=0), seq("u", [1, 2, 4], sample=1))
     b = side(seq("u", [1, 2, 5], sample=1), seq("u", [1, 2, 6], sample=0))

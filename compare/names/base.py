@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from probe.compare.moe.routing import RoutingRule, routing_rule
@@ -119,6 +119,7 @@ _OUTER = re.compile(r"^(module\.|base_model\.model\.)+")
 _ADAPTED = re.compile(r"\.(base_layer|modules_to_save\.default)(?=\.(weight|bias)$)")
 
 
+@lru_cache(1 << 14)
 def strip_native(label: str, prefixes: tuple[str, ...]) -> str:
     """Return a native label without the engine's prefix and the wrappers of DDP, FSDP, torch.compile, checkpointing.
 

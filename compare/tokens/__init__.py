@@ -9,5 +9,5 @@ Everything works on one ``TokenBatch`` (``batch``): the response tokens that bot
 - what log-probs are: ``semantics`` reads it off the numbers, ``declared`` off what the sources declare and off logits;
   ``explained``: how much of a difference two dumps' logits account for
 - the report of ``probe tokens``: ``run`` makes it, ``verdict`` judges, ``words`` says it (probe.compare.report.tokens
-  renders it)
+  renders it); ``worst``: the sequences to dump in full, as a file
 """

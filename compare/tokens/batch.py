@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -118,7 +119,8 @@ class TokenBatch:
     ``lone_last`` the sequences whose last token inside either mask is one of these. ``loose``: a side is a mixture of
     experts or quantised, so that the looser ends of healthy ranges hold (compare/diagnose/action.py). ``notes``: one
     sentence for each thing to know of how the sources were read and joined. ``left_out``: what of the sources is in no
-    figure because the two do not share it.
+    figure because the two do not share it. ``records`` [S], of dumps only: what it takes to run each sequence again
+    (:mod:`probe.compare.tokens.worst`).
     """
 
     sequence: np.ndarray
@@ -146,15 +148,17 @@ class TokenBatch:
     loose: bool = False
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.sequence)
 
 
-def batch_of_dumps(a: Dump, b: Dump, aligner: RowAligner) -> TokenBatch | None:
+def batch_of_dumps(a: Dump, b: Dump, aligner: RowAligner, update: Dump | None = None) -> TokenBatch | None:
     """Return the response tokens that two dumps have in common; None where a side has no log-prob of any.
 
-    Sequences are the aligner's pairs, in its order.
+    Sequences are the aligner's pairs, in its order. ``update``: a third dump of the same tokens, whose columns of the
+    update count before those of the two.
     """
     sources = choose_sources(a, b)
     if sources is None:
@@ -177,7 +181,7 @@ def batch_of_dumps(a: Dump, b: Dump, aligner: RowAligner) -> TokenBatch | None:
         ids=[a.sequences[pair.a].tokens for pair in pairs],
         width=int(place.max(initial=-1)) + 1,
         origins=(origin_of(a, sources.a), origin_of(b, sources.b)),
-        columns=rl_columns((a, b), aligner, pack(tokens.pair, tokens.position)),
+        columns=rl_columns((a, b), aligner, pack(tokens.pair, tokens.position), update),
         not_finite=infinite_tokens(tokens, pairs),
         lone=tokens.lone,
         lone_last=tokens.lone_last,

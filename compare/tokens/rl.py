@@ -8,6 +8,7 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from probe.compare.align import RowAligner, last_of_equals, pack, read_table, split
+from probe.compare.sequences import join_sequences
 from probe.errors import DumpError
 from probe.metrics import MANTISSA_BITS
 from probe.store.reader import Dump
@@ -22,30 +23,51 @@ def read_rl(dump: Dump) -> dict[str, Cells]:
 
     Of a token that was stored twice the last call counts. Raises DumpError where a tensor has not one float per token.
     """
-    found = {}
-    for column in RL_COLUMNS:
-        if (RL, column) not in dump.tensors:
-            continue
-        info = dump.tensors[RL, column]
-        if not info.has_rows or math.prod(info.feature_shape) != 1 or info.dtype not in MANTISSA_BITS:
-            shape = [info.rows, *info.feature_shape]
-            problem = f"{dump.path}: {RL}:{column} is {info.dtype} {shape}, not one float for each token"
-            raise DumpError(problem, "store it as [tokens]")
-        table = read_table(dump.rows(RL, column))
-        values = dump.read(RL, column).reshape(-1).astype(np.float64)
-        found[column] = (*split(table.cells), values[table.last])
-    return found
+    return {column: _cells(dump, column) for column in RL_COLUMNS if (RL, column) in dump.tensors}
 
 
-def rl_columns(dumps: Listing[Dump], aligner: RowAligner, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the columns that either dump (a, b) stores for joined tokens, float64 [n] each, NaN where unknown.
+def _cells(dump: Dump, column: str) -> Cells:
+    info = dump.tensors[RL, column]
+    if not info.has_rows or math.prod(info.feature_shape) != 1 or info.dtype not in MANTISSA_BITS:
+        shape = [info.rows, *info.feature_shape]
+        problem = f"{dump.path}: {RL}:{column} is {info.dtype} {shape}, not one float for each token"
+        raise DumpError(problem, "store it as [tokens]")
+    table = read_table(dump.rows(RL, column))
+    values = dump.read(RL, column).reshape(-1).astype(np.float64)
+    return (*split(table.cells), values[table.last])
+
+
+MASK = "response_mask"
+"""The slot of :data:`RL` that is 0 for tokens which no policy chose: what a tool returned between two turns."""
+
+
+def mask_responses(dumps: Listing[Dump], update: Dump) -> None:
+    """Take the tokens that the trainer's update masks out of the responses of other dumps of the same tokens."""
+    if (RL, MASK) not in update.tensors:
+        return
+    cells = _cells(update, MASK)
+    for dump in dumps:
+        sequence, position, kept = _renumbered({MASK: cells}, dump, update)[MASK]
+        masked = pack(sequence, position)[(kept == 0) & (sequence >= 0)]
+        table = dump.tokens
+        table["response"] &= ~np.isin(pack(table["sequence"], table["position"]), masked)
+
+
+def rl_columns(
+    dumps: Listing[Dump], aligner: RowAligner, tokens: np.ndarray, update: Dump | None = None
+) -> dict[str, np.ndarray]:
+    """Return the columns that the dumps (a, b) store for joined tokens, float64 [n] each, NaN where unknown.
 
     ``tokens``: their (pair, position), packed (:func:`probe.compare.align.pack`), ascending. Where both dumps know a
-    value, b's counts: the trainer is side b.
+    value, b's counts: the trainer is side b. ``update``: a third dump, of the trainer's update, which counts before
+    both.
     """
+    found = [(side, read_rl(dump)) for side, dump in enumerate(dumps)]
+    if update is not None:
+        found.append((1, _renumbered(read_rl(update), dumps[1], update)))
     columns: dict[str, np.ndarray] = {}
-    for side, dump in enumerate(dumps):
-        for column, (sequence, position, values) in read_rl(dump).items():
+    for side, cells in found:
+        for column, (sequence, position, values) in cells.items():
             _, position, pair, rank = aligner.places(pack(sequence, position), side)
             keys = pack(pair, position)
             order = np.lexsort((rank, keys))
@@ -54,3 +76,17 @@ def rl_columns(dumps: Listing[Dump], aligner: RowAligner, tokens: np.ndarray) ->
             into = columns.setdefault(column, np.full(len(tokens), np.nan))
             into[np.searchsorted(tokens, keys[known])] = values[known]
     return columns
+
+
+def _renumbered(cells: dict[str, Cells], dump: Dump, other: Dump) -> dict[str, Cells]:
+    """Return the cells of ``other`` by the sequences of ``dump``, as far as the tokens of both are the same."""
+    pairs = join_sequences(dump, other).pairs
+    number, prefix = (np.full(len(other.sequences), fill, np.int64) for fill in (-1, 0))
+    for pair in pairs:
+        for piece in pair.pieces(1):
+            number[piece], prefix[piece] = pair.a, pair.prefix
+    found = {}
+    for column, (sequence, position, values) in cells.items():
+        known = position < prefix[sequence]
+        found[column] = (number[sequence[known]], position[known], values[known])
+    return found

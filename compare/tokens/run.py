@@ -21,6 +21,7 @@ from probe.compare.tokens.text import Decoder
 from probe.compare.tokens.update import ppo_section
 from probe.compare.tokens.verdict import held_figures, verdict
 from probe.compare.tokens.words import headline, next_commands, not_compared, summary
+from probe.compare.tokens.worst import write_worst
 
 
 def compare_token_sources(
@@ -37,16 +38,20 @@ def compare_token_sources(
     samples: int = SAMPLES,
     positions: int = POSITIONS,
     words: str = "",
+    step: int | None = None,
+    worst: int = 0,
+    worst_file: str | Path | None = None,
 ) -> dict[str, Any]:
     """Compare the log-probs of one or two sources and return the report (the content of ``tokens.json``).
 
-    ``paths``: the rollout's source, then the actor's where it is another one; ``ppo``: a source of advantages and what
-    else the update needs, ``config``: the update's numbers; ``trust``: unpickle verl's batches; ``loose``: the healthy
-    ranges are those of mixtures of experts and quantised rollouts; ``temperature`` and ``top_p``: what the rollout of
-    files sampled with; ``tokenizer``: decodes ids (``text``: whether to at all); ``samples`` and ``positions``: size of
-    the grid; ``words``: the options as a command line repeats them. Raises UsageError for sources that do not go
-    together, CompareError where they have no sequence in common or no log-probs, TokensError or DumpError for one that
-    cannot be read.
+    ``paths``: the rollout's source, then the actor's where it is another one, or a job's folder; ``ppo``: a source of
+    advantages and what else the update needs, ``config``: the update's numbers; ``trust``: unpickle verl's batches;
+    ``loose``: the healthy ranges are those of mixtures of experts and quantised rollouts; ``temperature`` and
+    ``top_p``: what the rollout of files sampled with; ``tokenizer``: decodes ids (``text``: whether to at all);
+    ``samples`` and ``positions``: size of the grid; ``words``: the options as a command line repeats them; ``step``:
+    the training step of dumps; ``worst_file``: a file for the ``worst`` sequences of dumps
+    (:mod:`probe.compare.tokens.worst`). Raises UsageError for sources that do not go together, CompareError where they
+    have no sequence in common or no log-probs, TokensError or DumpError for one that cannot be read.
     """
     batch, decode = read_sources(
         [Path(path) for path in paths],
@@ -54,11 +59,14 @@ def compare_token_sources(
         temperature=temperature,
         top_p=top_p,
         tokenizer=None if tokenizer is None else Path(tokenizer),
+        step=step,
     )
     batch.loose = batch.loose or loose
     if ppo is not None:
         read_columns(Path(ppo), batch, trust=trust)
     made = token_report(batch, decode if text else None, config or PPOConfig(), samples, positions)
+    if worst_file is not None:
+        write_worst(batch, worst, Path(worst_file))
     return made | {"next_commands": next_commands(made, [str(path) for path in paths], words)}
 
 

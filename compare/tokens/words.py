@@ -193,4 +193,8 @@ def next_commands(report: Report, paths: list[str], words: str) -> list[str]:
     again = f"probe tokens {sources} {words}".rstrip()
     dumps = [report[side]["path"] for side in "ab" if report[side]["kind"] == "dump"]
     both = [f"probe compare {' '.join(map(shlex.quote, dumps))}"] if len(set(dumps)) == 2 else []
+    if both and len(paths) == 1:  # a job's folder
+        step = next((word for word in words.split("--") if word.startswith("step ")), "")
+        both = [f"probe compare {sources}{step and f' --{step}'}".rstrip()]
+        both += [f"{again} --worst 4 -o seqs.jsonl"] if report["verdict"] != "consistent" else []
     return [*both, f"{again} --report html --force"]

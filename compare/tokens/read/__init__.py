@@ -51,13 +51,14 @@ def read_sources(
     temperature: float | None = None,
     top_p: float | None = None,
     tokenizer: Path | None = None,
+    step: int | None = None,
 ) -> tuple[TokenBatch, Decoder | None]:
     """Read one source that holds both sides, or the rollout's and then the actor's, and return (tokens, decoder).
 
-    ``trust``: pickles may be read; ``temperature`` and ``top_p``: what the rollout of files sampled with;
-    ``tokenizer``: a tokenizer.json, or a folder with one, for ids of files. Sides, masks and joins are those of
-    docs/tokens.md; what was decided on the way is in the batch's ``notes``. Raises UsageError, TokensError, DumpError
-    or CompareError with one sentence.
+    ``step``: the training step of dumps; ``trust``: pickles may be read; ``temperature`` and ``top_p``: what the
+    rollout of files sampled with; ``tokenizer``: a tokenizer.json, or a folder with one, for ids of files. Sides, masks
+    and joins are those of docs/tokens.md; what was decided on the way is in the batch's ``notes``. Raises UsageError,
+    TokensError, DumpError or CompareError with one sentence.
     """
     if not 1 <= len(paths) <= 2:
         raise UsageError(
@@ -67,6 +68,8 @@ def read_sources(
     sampled_at = _sampled_at(temperature, top_p)
     if kinds[0] == "dump" and sampled_at is not None:
         raise UsageError("--temperature and --top-p are for files", "a dump's manifest says what it sampled with")
+    if step is not None and set(kinds) != {"dump"}:
+        raise UsageError("--step is for dumps", "leave it out: the report lists the steps of files")
     if "monitor" in kinds and (len(paths) > 1 or sampled_at is not None):
         raise UsageError(
             "a monitor's folder holds differences, no log-probs", "give it alone, without sampling options"
@@ -75,7 +78,7 @@ def read_sources(
     if kinds == ["monitor"]:
         return read_monitor(paths[0]), decode
     if set(kinds) == {"dump"}:
-        batch, own = read_dumps(tuple(paths))
+        batch, own = read_dumps(tuple(paths), step)
         return batch, decode or own
     with ExitStack() as stack:
         read = [_table(path, kind, trust, stack) for path, kind in zip(paths, kinds)]

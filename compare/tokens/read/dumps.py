@@ -11,6 +11,7 @@ import numpy as np
 
 from probe.compare.align import RowAligner, pack, read_table
 from probe.compare.diagnose.action import loose_ranges
+from probe.compare.job import is_job, open_sides
 from probe.compare.logprobs import complete_logprobs
 from probe.compare.names.canonical import LOGITS
 from probe.compare.sampling_fits import rows_of, some_of
@@ -23,6 +24,7 @@ from probe.compare.tokens.read.pair import pair_with_itself
 from probe.compare.tokens.read.table import Table
 from probe.compare.tokens.rl import read_rl
 from probe.compare.tokens.text import Decoder, load_decoder
+from probe.compare.tokens.worst import record_of
 from probe.compare.trajectories import name_of
 from probe.errors import CompareError
 from probe.store.reader import Dump, open_dump
@@ -31,28 +33,37 @@ NO_LOGPROBS = "no log-prob of a response token"
 FIX = "dump a stage with log-probs, or with its logits, to compute them from"
 
 
-def read_dumps(paths: tuple[Path, ...]) -> tuple[TokenBatch, Decoder | None]:
-    """Return the tokens of two dumps (rollout, actor), or of one: its engine's log-probs against its own logits'.
+def read_dumps(paths: tuple[Path, ...], step: int | None = None) -> tuple[TokenBatch, Decoder | None]:
+    """Return the tokens of two dumps (rollout, actor), of a job's stages, or of one dump against its own logits.
 
-    The batch has logits of some tokens where a side stored them. Raises DumpError for a dump that cannot be read,
-    CompareError for dumps without log-probs or without a sequence in common.
+    ``step``: the training step, by default the first. The batch has logits of some tokens where a side stored them.
+    Raises DumpError for a dump that cannot be read, UsageError for a job without that step, CompareError for dumps
+    without log-probs or without a sequence in common.
     """
     with ExitStack() as stack:
-        dumps = [stack.enter_context(open_dump(path)) for path in paths]
+        update = None
+        if len(paths) == 1 and not is_job(paths[0]):
+            dumps = [stack.enter_context(open_dump(paths[0], step))]
+        else:
+            *dumps, job = stack.enter_context(open_sides(paths[0], paths[1] if len(paths) == 2 else None, step))
+            update = job.update if job is not None else None
         sides = read_sides(dumps[0], dumps[1]) if len(dumps) == 2 else (read_side(dumps[0]),)
         for side in sides:
             complete_logprobs(side)
-        batch, numbers = _two(*sides) if len(sides) == 2 else _one(sides[0])
+        batch, numbers = _two(*sides, update) if len(sides) == 2 else _one(sides[0])
+        batch.records = [record_of(dumps[0], int(number)) for number in numbers[0]]
         batch.loose = loose_ranges(sides[0], sides[-1])
         for dump in dumps:
             if dump.unread:
                 folders = ", ".join(folder.name for folder in dump.unread)
-                batch.notes.append(f"{dump.path} also holds {folders}: name a step's folder to compare it")
+                batch.notes.append(
+                    f"{dump.path} also holds {folders}: add --step or name a step's folder to compare it"
+                )
         _add_rows(batch, sides, numbers)
         return batch, load_decoder(*dumps)
 
 
-def _two(a: Side, b: Side) -> tuple[TokenBatch, tuple[np.ndarray, ...]]:
+def _two(a: Side, b: Side, update: Dump | None = None) -> tuple[TokenBatch, tuple[np.ndarray, ...]]:
     """Return the batch of two dumps, and for each side the dump's number of each sequence of the batch."""
     join = join_sequences(a.dump, b.dump)
     if not join.pairs:
@@ -60,7 +71,7 @@ def _two(a: Side, b: Side) -> tuple[TokenBatch, tuple[np.ndarray, ...]]:
             f"{a.dump.path} and {b.dump.path} have no sequence in common", "dump the same tokens: probe dump --from"
         )
     aligner = RowAligner(join, a.dump.sequences, b.dump.sequences)
-    batch = batch_of_dumps(a.dump, b.dump, aligner)
+    batch = batch_of_dumps(a.dump, b.dump, aligner, update)
     if batch is None:
         raise CompareError(f"{a.dump.path} or {b.dump.path} holds {NO_LOGPROBS}", FIX)
     alone = len(join.only_a), len(join.only_b)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from probe.compare.tokens.read.monitor import is_monitor
 from probe.errors import TokensError
+from probe.store.reader import roots_of
 
 ACCEPTED = "give a dump's folder, a monitor's folder of prob_diff*.npy, or an npz, parquet or jsonl file"
 MAGIC: dict[bytes, str] = {b"PAR1": "parquet", b"\x80": "verl-batch", b"{": "jsonl", b"PK\x03\x04": "npz"}
@@ -25,6 +26,8 @@ def sniff(path: Path) -> str:
 
     Raises TokensError for a path that does not exist or is nothing of these.
     """
+    if len(roots := roots_of(path)) > 1 and all(root.is_dir() for root in roots):
+        return "dump"
     if not path.exists():
         raise TokensError(f"there is no {path}", ACCEPTED)
     if path.is_dir():
