@@ -14,7 +14,7 @@ from typing import Any
 from probe.cli import common
 from probe.errors import EmptyDumpError, ProbeError, UsageError
 from probe.settings import ENVIRONMENT, STAGES
-from probe.store.reader import Dump, open_dump
+from probe.store.reader import Dump, open_dump, step_files, step_of, steps_in
 from probe.store.schema import PARTIAL_SUFFIX
 
 ALL = "all"
@@ -129,8 +129,7 @@ def captured(output: Path) -> dict[str, list[int]]:
     """Return the steps of each stage of which a job's folder holds files, in order."""
     found: dict[str, list[int]] = {}
     for stage in STAGES:
-        folders = {file.parent.name[4:] for file in output.glob(f"{stage}/step*/*.h5*")}
-        steps = sorted(int(step) for step in folders if step.isdecimal())
+        steps = [step_of(folder) for folder in steps_in(output / stage) if step_files(folder)]
         readable = [step for step in steps if _holds_something(output / stage, step)]
         if readable:
             found[stage] = readable
@@ -180,12 +179,14 @@ def holdings(dump: Dump, folder: Path) -> str:
 
 def next_command(output: Path, found: Mapping[str, Sequence[int]]) -> str:
     """Return the command that a person will want next."""
-    here, first = shlex.quote(str(output)), next(iter(found))
-    if "rollout" in found and len(found) > 1:
-        return f"probe compare {here}"
+    from probe.compare.job import compare_command
+
+    first, comparison = next(iter(found)), compare_command(output, found)
+    if comparison is not None:
+        return comparison
     if "rollout" in found:
         other = shlex.quote(str(output.with_name(f"{output.name}-actor")))
-        return f"probe dump --stage actor --from {shlex.quote(str(output / first))} -o {other}"
+        return f"probe dump --stage actor --from {shlex.quote(str(output / 'rollout'))} -o {other}"
     return f"probe show {shlex.quote(str(output / first))}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from probe.cli import common
-from probe.compare.job import PAIRS, stages_of
+from probe.compare.job import compare_command, stages_of
 from probe.errors import ProbeError
 from probe.hooks.jobs.log import HOOKED, TROUBLE, read_lines
 from probe.store.reader import open_dump, roots_of
@@ -109,9 +109,9 @@ def _next(data: dict[str, Any]) -> str:
     """Return the comparison of the first step that two stages share, else a look at the first stage."""
     steps: dict[str, set[int]] = collections.defaultdict(set)
     for entry in data["stages"]:
-        steps[entry["stage"]].add(entry["step"])
-    pair = next((pair for pair in PAIRS if all(stage in steps for stage in pair)), None)
-    if pair and steps[pair[0]] & steps[pair[1]]:
-        return f"probe compare {shlex.quote(data['path'])}"
+        steps[entry["stage"]] |= set() if "error" in entry else {entry["step"]}
+    comparison = compare_command(data["path"], steps)
+    if comparison is not None:
+        return comparison
     first = roots_of(data["path"])[0] / data["stages"][0]["stage"]
     return f"probe show {shlex.quote(str(first))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,11 @@ def sequences_file(worst: int | None, forms: str | None, output: Path | None, fo
         raise UsageError(f"{output} {what}", "name a file, such as seqs.jsonl")
     if output.exists() and not force:
         raise OutputExistsError(f"{output} already exists", "choose another -o or add --force")
-    return output
+    try:
+        with tempfile.TemporaryFile(dir=output.absolute().parent):
+            return output
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written ({error.strerror or error})", "choose another -o") from None
 
 
 def repeated(given: Mapping[str, Any]) -> str:

@@ -5,6 +5,8 @@ A copy shares all that is in memory already; what it makes comes back pickled.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import pickle
@@ -28,8 +30,8 @@ DRAWING = ("_RefreshThread",)
 
 _TICKET, _MADE = struct.Struct("=I"), struct.Struct("=IQQ")
 """What goes through the pipes: the number of a task; that of a task done, with the place and size of its result."""
-_TICKETS = 8192
-"""Tickets that a pipe of 64 KiB surely holds; of more tasks several go on one ticket."""
+_PR_SET_PDEATHSIG = 1
+"""Linux's prctl: the signal to get when the parent ends."""
 
 
 def can_fork() -> bool:
@@ -41,17 +43,30 @@ def can_fork() -> bool:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Run ``work`` in a copy and return its process; its exit status is 0 where ``work`` returned."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
+    """Run ``work`` in a copy and return its process; its exit status is 0 where ``work`` returned.
+
+    The copy ends with this process, however that ends. Raises OSError where no process is to be had.
+    """
+    parent, status = os.getpid(), 1
     try:
-        gc.freeze()  # what is here already is never freed: to look at it would copy its memory
-        work()
-        status = 0
-    finally:  # whatever happens, this copy must not go on as the program: no handlers, no buffers written twice
-        os._exit(status)
+        child = os.fork()
+        if not child:
+            _end_with(parent)
+            gc.freeze()  # what is here already is never freed: to look at it would copy its memory
+            work()
+            status = 0
+    finally:  # whatever happens, a copy must not go on as the program: no handlers, no buffers written twice
+        if os.getpid() != parent:
+            os._exit(status)
+    return child
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel end this copy with its parent, even one that is killed and can stop no copy."""
+    with contextlib.suppress(Exception):  # where there is no prctl, a copy ends when it finds its reader gone
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:  # it ended before it was asked for
+        os._exit(1)
 
 
 def stop(child: int) -> None:
@@ -68,7 +83,11 @@ class Beside(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
-        self._child, self._pipe = self._start() if can_fork() else (0, None)
+        self._child = 0
+        self._pipe: BinaryIO | None = None
+        if can_fork():
+            with contextlib.suppress(OSError):  # no process or no descriptor is to be had: the work is done here
+                self._child, self._pipe = self._start()
 
     def result(self) -> T:
         """Return what ``work`` returns; raise what it raises."""
@@ -88,7 +107,7 @@ class Beside(Generic[T]):
             stop(self._child)
             self._child = 0
 
-    def _start(self) -> tuple[int, BinaryIO | None]:
+    def _start(self) -> tuple[int, BinaryIO]:
         """Return the process that does the work and the end of the pipe that its result comes out of."""
         reading, writing = os.pipe()
 
@@ -97,8 +116,13 @@ class Beside(Generic[T]):
             with os.fdopen(writing, "wb") as pipe:
                 pickle.dump(self._work(), pipe, pickle.HIGHEST_PROTOCOL)
 
-        child = fork(work)
-        os.close(writing)
+        try:
+            child = fork(work)
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
         return child, os.fdopen(reading, "rb")
 
 
@@ -115,22 +139,26 @@ class Pool(Generic[T]):
     """The results of ``tasks``, made here and in ``copies`` forked ones: whoever is free takes the next task.
 
     A task that fails in a copy, or is lost with it, is done again here, where what it raises is raised. Results must
-    pickle; tasks must not write to files or to the terminal.
+    pickle; tasks must not write to files or to the terminal. Where processes or descriptors run out it goes on with
+    the copies it has; raises OSError where it could start none.
     """
 
     def __init__(self, tasks: Sequence[Callable[[], T]], copies: int) -> None:
         self._tasks = tasks
-        self._step = 1 + len(tasks) // _TICKETS
-        self._tickets, writing = os.pipe()
-        for number in range(0, len(tasks), self._step):
-            os.write(writing, _TICKET.pack(number))
-        os.close(writing)
+        self._step = 1
         self._made: dict[int, Callable[[], T]] = {}
         self._again: set[int] = set()
         self._at_work: dict[int, _Copy] = {}
-        self._memories: list[int] = []
-        for _ in range(copies):
-            self._start()
+        self._speaking = select.poll()  # not select.select, which takes no descriptor above 1023
+        self._open: list[int] = []
+        try:
+            self._tickets = self._write_tickets()
+            for _ in range(copies):
+                self._start()
+        except BaseException as error:
+            if not isinstance(error, OSError) or not self._at_work:
+                self.close()
+                raise
 
     def result(self, number: int) -> T:
         """Return the result of a task, once, or raise what it raises; until it is there, work on others."""
@@ -148,19 +176,35 @@ class Pool(Generic[T]):
 
     def close(self) -> None:
         """Stop the copies that are still at work."""
-        for said, copy in self._at_work.items():
+        while self._at_work:
+            said, copy = self._at_work.popitem()
             os.close(said)
             stop(copy.process)
-        self._at_work.clear()
-        for descriptor in (*self._memories, self._tickets):
-            os.close(descriptor)
+        while self._open:
+            os.close(self._open.pop())
+
+    def _write_tickets(self) -> int:
+        """Return the end of a pipe that tickets for all the tasks come out of, of several tasks where it is small."""
+        tickets, writing = os.pipe()
+        self._open.append(tickets)
+        try:
+            self._step = 1 + len(self._tasks) // (_room(writing) // _TICKET.size)
+            os.set_blocking(writing, False)  # nobody reads yet: rather no copies than to wait for ever
+            for number in range(0, len(self._tasks), self._step):
+                os.write(writing, _TICKET.pack(number))
+        finally:
+            os.close(writing)
+        return tickets
 
     def _start(self) -> None:
+        """Start one more copy. Raises OSError where no process or no descriptor is to be had."""
+        memory = _memory()
+        self._open.append(memory)
         said, saying = os.pipe()
-        memory = os.memfd_create("probe-results")
-        self._memories.append(memory)
 
         def work() -> None:
+            for reading in (said, *self._at_work):  # else a copy's own hold on its pipe hides that its reader is gone
+                os.close(reading)
             at = 0
             while taken := self._take():
                 for number in taken:
@@ -168,9 +212,14 @@ class Pool(Generic[T]):
                     os.write(saying, _MADE.pack(number, at, size))
                     at += size
 
-        process = fork(work)
-        os.close(saying)
-        self._at_work[said] = _Copy(process, memory)
+        try:
+            self._at_work[said] = _Copy(fork(work), memory)
+        except BaseException:
+            os.close(said)
+            raise
+        finally:
+            os.close(saying)
+        self._speaking.register(said, select.POLLIN)
 
     def _write(self, memory: int, number: int) -> int:
         """Do a task and write its result; return how many bytes that are, none where it failed."""
@@ -203,13 +252,14 @@ class Pool(Generic[T]):
 
     def _listen(self, *, wait: bool) -> bool:
         """Note what the copies have done since; tell whether any is at work. ``wait``: until one has said something."""
-        ready, _, _ = select.select(list(self._at_work), [], [], None if wait else 0) if self._at_work else ((), (), ())
-        for said in ready:
+        for said, _ in self._speaking.poll(None if wait else 0) if self._at_work else ():
             copy = self._at_work[said]
             content = os.read(said, 1 << 16)
             if not content:
+                del self._at_work[said]
+                self._speaking.unregister(said)
                 os.close(said)
-                os.waitpid(self._at_work.pop(said).process, 0)
+                os.waitpid(copy.process, 0)
             copy.heard += content
             whole = len(copy.heard) // _MADE.size * _MADE.size
             for number, at, size in _MADE.iter_unpack(copy.heard[:whole]):
@@ -219,6 +269,26 @@ class Pool(Generic[T]):
                     self._again.add(number)
             copy.heard = copy.heard[whole:]
         return bool(self._at_work)
+
+
+def _room(pipe: int) -> int:
+    """Return how many bytes a pipe surely takes before anybody reads: 64 KiB, or 4 where its user has many of them."""
+    try:
+        import fcntl
+
+        return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+    except (ImportError, AttributeError, OSError):
+        return select.PIPE_BUF
+
+
+def _memory() -> int:
+    """Return a nameless file in memory; on disk where Python was built without such."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("probe-results")
+    import tempfile
+
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _read(memory: int, at: int, size: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from probe.compare.report.model import ROW_REASONS
 from probe.metrics import BLOCK_VALUES
 from probe.store.budget import Budget, within_rows
 from probe.store.reader import Dump
+
+if TYPE_CHECKING:
+    from probe.compare.tokens.batch import TokenBatch
 
 REASONS = tuple(ROW_REASONS)
 """Why a row did not join (docs/report.md). A row counts under the first that fits; the last one fits any."""
@@ -129,6 +132,27 @@ def count_rows(
     return coverage
 
 
+def token_share(aligner: RowAligner, a: Dump, b: Dump, batch: TokenBatch | None) -> float:
+    """Return the share of the response tokens of both sides whose log-probs were compared (1 where there is none).
+
+    As with rows, what lies after the point where two sequences part does not count, nor does the last token of a
+    sequence where one side has no log-prob of it, nor sequences that a list left out.
+    """
+    shared, alone = [NO_ROWS], 0
+    for side, dump in enumerate((a, b)):
+        response = dump.tokens[dump.tokens["response"]]
+        _, position, pair, _ = aligner.places(pack(response["sequence"], response["position"]), side)
+        other = (b, a)[side]
+        listed = 0 < other.budget.listed <= len(other.sequences)
+        alone += 0 if listed else int((pair < 0).sum())
+        within = np.flatnonzero(pair >= 0)
+        within = within[position[within] < aligner.prefix[pair[within]]]
+        shared.append(pack(pair[within], position[within]))
+    compared, last = (len(batch), sum(batch.lone_last)) if batch is not None else (0, 0)
+    total = max(compared, len(np.unique(np.concatenate(shared))) - last) + alone
+    return compared / total if total else 1.0
+
+
 def _distinct(joins: list[RowJoin]) -> list[RowJoin]:
     return list({id(join): join for join in joins}.values())
 
@@ -174,16 +198,33 @@ class _Lone:
     def over_budget(self, held: np.ndarray, budget: Budget) -> np.ndarray:
         """Tell which rows the other side's budget left out: of a sequence that it did not choose, or beyond its rows.
 
-        ``held``: the other side's cells.
+        ``held``: the other side's cells. Where it holds rows of fewer sequences than it was to choose, as many as it
+        lacks are taken as lost (those with the most rows) and only the others as not chosen.
         """
-        picked = (self.pair < 0) & bool(budget.listed)
+        sequence, _, pair, _ = self.aligner.places(held, 1 - self.side)
+        chosen = np.unique(sequence)
+        picked = (self.pair < 0) & (0 < budget.listed <= len(chosen))
         if not budget.limits_rows:
             return picked
-        pair = self.aligner.places(held, 1 - self.side)[2]
-        unchosen = ~np.isin(self.pair, pair) if budget.seqs else np.zeros(len(self.pair), bool)
-        beyond = ~within_rows(self.position, self.prompt, budget.rows)
-        left_out = unchosen | beyond | bool(budget.dropped)
-        return picked | ((self.pair >= 0) & (self.position < self.prefix) & left_out)
+        shared = (self.pair >= 0) & (self.position < self.prefix)
+        wanted = within_rows(self.position, self.prompt, budget.rows)
+        absent = shared & wanted & ~np.isin(self.pair, pair)
+        pairs, rows = np.unique(self.pair[absent], return_counts=True)
+        lacking = max(0, budget.seqs - self._requests(chosen)) if budget.seqs else len(pairs)
+        lost = pairs[np.argsort(-rows, kind="stable")[:lacking]]
+        return picked | (shared & ~wanted) | (absent & ~np.isin(self.pair, lost))
+
+    def _requests(self, chosen: np.ndarray) -> int:
+        """Return how many of the other side's sequences count as chosen: a request that new weights split counts once.
+
+        Of a pair's pieces, the most of one weight version; each sequence of no pair.
+        """
+        other, owner = self.aligner.sequences[1 - self.side], self.aligner.pair[1 - self.side]
+        pieces = Counter((int(owner[n]), other[n].weight_version) for n in chosen.tolist())
+        most: dict[int, int] = {}
+        for (pair, _), count in pieces.items():
+            most[pair] = most.get(pair, 0) + count if pair < 0 else max(most.get(pair, 0), count)
+        return sum(most.values())
 
     def _of(self, per_pair: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return one entry per row from one per pair; rows of no pair get -1."""
@@ -223,7 +264,10 @@ def _reasons(lone: _Lone, joined: _Joined, held: np.ndarray, dumps: tuple[Dump, 
         "beyond_prefix": ~within,
     }
     numbers = [REASONS.index(reason) for reason in fits]
-    return np.select(list(fits.values()), numbers, REASONS.index("not_stored")).astype(np.int64)
+    found = np.select(list(fits.values()), numbers, REASONS.index("not_stored")).astype(np.int64)
+    missing = np.flatnonzero(found == REASONS.index("not_stored"))
+    found[missing[: dumps[1 - lone.side].budget.dropped]] = REASONS.index("budget")
+    return found
 
 
 def fewer_rows(aligner: RowAligner, labelled: list[tuple[str, RowJoin]]) -> list[FewerRows]:

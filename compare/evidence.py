@@ -213,7 +213,8 @@ class Evidence:
     """Everything a comparison found; the summary, the diagnosis and the report's sections read it.
 
     ``options``: what the command line that repeats the comparison needs beside the two dumps; ``operands``: what it
-    names instead of their two paths, empty for these.
+    names instead of their two paths, empty for these; ``token_share``: of the response tokens of both sides those whose
+    log-probs were compared, where a side holds no tensor.
     """
 
     side_a: Side
@@ -232,6 +233,7 @@ class Evidence:
     min_coverage: float
     options: str = ""
     operands: str = ""
+    token_share: float | None = None
     replays: Replays = field(default_factory=Replays)
     located: Located = field(default_factory=Located)
     verdict: str = ""

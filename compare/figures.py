@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -86,8 +86,7 @@ class FigureMaker:
             kernels.load(kinds, self._say)
         jobs = self.jobs or len(os.sched_getaffinity(0))
         copies = min(jobs, len(matches) // WORTH_A_COPY) if can_fork() else 0
-        if copies > 1:
-            pool = Pool([partial(self.measure, match) for match in matches], copies - 1)
+        if copies > 1 and (pool := self._pool(matches, copies - 1)):
             with closing(pool):
                 yield [partial(self.make, match, partial(pool.result, at)) for at, match in enumerate(matches)]
             return
@@ -96,12 +95,21 @@ class FigureMaker:
             yield list(work)
             return
         with ThreadPoolExecutor(jobs, "probe-figures") as threads:
-            futures = [threads.submit(call) for call in work]
+            futures: list[Future[Figures]] = []
+            with suppress(RuntimeError):  # no more threads are to be had: what none has taken is done here
+                for call in work:
+                    futures.append(threads.submit(call))
             try:
-                yield [future.result for future in futures]
+                yield [*(future.result for future in futures), *work[len(futures) :]]
             finally:
                 for future in futures:
                     future.cancel()
+
+    def _pool(self, matches: Sequence[Match], copies: int) -> Pool[Measured | None] | None:
+        """Return copies that measure tensors, None where no process or no descriptor is to be had."""
+        with suppress(OSError):
+            return Pool([partial(self.measure, match) for match in matches], copies)
+        return None
 
     def make(self, match: Match, measured: Callable[[], Measured | None] | None = None) -> Figures:
         """Join the rows of a tensor pair and measure it; of routing only the join is made.

@@ -7,6 +7,7 @@ from probe.compare.evidence import Evidence
 from probe.compare.match import UNKNOWN, Entry
 from probe.compare.names.canonical import LOGITS
 from probe.compare.report.model import ROW_REASONS, counted
+from probe.compare.sequences import sequence_labels
 from probe.compare.weights_gate import WEIGHTS_UNSEEN
 from probe.store.reader import Dump
 from probe.store.schema import RL
@@ -29,7 +30,9 @@ SILENT = ("padding", "computed_again", "prompts_only", "part_of_shards")
 def in_brief(e: Evidence) -> list[str]:
     """Return what was not compared, each in a few words; :func:`not_compared` says it in full."""
     gaps = ["decode not seen"] if any(d.manifest.get("prompts_only") for d in (e.a, e.b)) else []
-    bare = _tokens_only(e)
+    bare = _without_tensors(e)
+    for side, lone in (("a", e.join.only_a), ("b", e.join.only_b)) if bare else ():
+        gaps += [f"{counted(len(lone), 'sequence')} only in {side}"] if lone else []
     gaps += ["no tensor was recorded" if len(bare) == 2 else f"{bare[0]} recorded no tensor"] if bare else []
     if e.matching.unavailable:
         labels = [entry.label for entry in e.matching.unavailable]
@@ -66,13 +69,18 @@ def in_brief(e: Evidence) -> list[str]:
     return gaps
 
 
-def tokens_only(dump: Dump) -> bool:
-    """Tell whether a dump holds no tensor of a module (``PROBE_TASK=tokens``, or a capture that had to do with it)."""
+def without_tensors(dump: Dump) -> bool:
+    """Tell whether a dump holds no tensor of a module."""
     return all(module == RL for module, _ in dump.tensors)
 
 
-def _tokens_only(e: Evidence) -> list[str]:
-    return [side for side, dump in (("a", e.a), ("b", e.b)) if tokens_only(dump)]
+def tokens_only(dump: Dump) -> bool:
+    """Tell whether a dump says that it was to hold none (``PROBE_TASK=tokens``, or a capture that had to do so)."""
+    return without_tensors(dump) and dump.tasks == {"tokens"}
+
+
+def _without_tensors(e: Evidence) -> list[str]:
+    return [side for side, dump in (("a", e.a), ("b", e.b)) if without_tensors(dump)]
 
 
 def _unknown(e: Evidence) -> dict[str, list[Entry]]:
@@ -117,6 +125,7 @@ def not_compared(e: Evidence) -> list[str]:
         for side, dump in (("a", e.a), ("b", e.b))
         if dump.unread
     ]
+    sentences += _unseen_sequences(e)
     sentences += _unseen_rows(e)
     sentences += _unseen_tensors(e)
     if not e.tokens["compared"]:
@@ -130,9 +139,18 @@ def not_compared(e: Evidence) -> list[str]:
     for side, broken in _broken_weights(e).items():
         for name, gap in list(broken.items())[:1]:
             sentences.append(f"{counted(len(broken), 'parameter')} of {side} (first {name}): {gap}")
-    if not e.measured and not _tokens_only(e):
+    if not e.measured and not _without_tensors(e):
         sentences.append("module tensors: none is stored on both sides")
     sentences += [f"modules of {side} from their own inputs: {why}" for side, why in e.replays.why_not.items()]
+    return sentences
+
+
+def _unseen_sequences(e: Evidence) -> list[str]:
+    sentences = []
+    for side, dump, lone in (("a", e.a, e.join.only_a), ("b", e.b, e.join.only_b)):
+        if lone:
+            first = sequence_labels(dump.sequences)[lone[0]]
+            sentences.append(f"{counted(len(lone), 'sequence')} that only {side} has (first {first})")
     return sentences
 
 
@@ -171,10 +189,13 @@ def _unseen_tensors(e: Evidence) -> list[str]:
     for reason in dict.fromkeys(entry.reason for entry in e.matching.unavailable):
         entries = [entry for entry in e.matching.unavailable if entry.reason == reason]
         sentences.append(f"{tensors(len(entries))} unavailable in {entries[0].side} (as {entries[0].label}): {reason}")
-    bare = _tokens_only(e)
-    if bare:
-        who = " and ".join(bare)
-        sentences.append(f"module tensors: {who} recorded tokens only (PROBE_TASK=tokens, or a model that is compiled)")
+    bare = _without_tensors(e)
+    meant = [side for side in bare if tokens_only({"a": e.a, "b": e.b}[side])]
+    for sides, words in (
+        (meant, "recorded tokens only (PROBE_TASK=tokens, or a model that is compiled)"),
+        ([side for side in bare if side not in meant], "lost them all: told to record them, no file holds any"),
+    ):
+        sentences += [f"module tensors: {' and '.join(sides)} {words}"] if sides else []
     for side, only in (("a", e.matching.only_a), ("b", e.matching.only_b)):
         if only and not bare:
             sentences.append(f"{tensors(len(only))} that only {side} has (first {only[0].label})")

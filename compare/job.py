@@ -6,9 +6,8 @@ compared with itself: what the rollout engine computed of its tokens with what t
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,12 @@ from pathlib import Path
 from probe.compare.tokens.rl import mask_responses
 from probe.errors import UsageError
 from probe.settings import STAGES
-from probe.store.reader import Dump, open_dump, roots_of, step_files
+from probe.store.reader import Dump, open_dump, roots_of, step_files, step_of, steps_in
 
 PAIRS = (("rollout", "logprob"), ("rollout", "actor"))
 """Stages that are compared with each other, the first pair of which a job holds both."""
 TRAINER = "update"
 """The stage whose dump holds what the trainer knows of each token (advantages, returns, ...)."""
-
-_STEP = re.compile(r"step[0-9]+")
 
 Steps = dict[int, list[Path]]
 """Step -> its folders, one of each root that has it."""
@@ -33,11 +30,12 @@ Steps = dict[int, list[Path]]
 class JobPair:
     """The two sides of a job's comparison: ``a`` and ``b`` are paths for open_dump, each of one step of one stage.
 
-    ``later``: the other steps that both stages hold; ``update``: the step's :data:`TRAINER` dump, where there is one;
-    ``operands``: what a command line repeats to compare the same.
+    ``stages``: of ``a`` and ``b``; ``later``: the other steps that both hold; ``update``: the step's :data:`TRAINER`
+    dump, where there is one; ``operands``: what a command line repeats to compare the same.
     """
 
     folder: Path
+    stages: tuple[str, str]
     step: int
     a: Path
     b: Path
@@ -65,20 +63,37 @@ def stages_of(path: str | Path) -> dict[str, Steps]:
     """Return stage -> step -> folders that hold dump files, of a job's folder or of several (``JOB1,JOB2``).
 
     A stage's steps lie in ``JOB/STAGE/stepN``, or in ``JOB/STAGE/STAGE/stepN`` where the stages are dumps of their own.
+    Raises UsageError where some of several folders hold stages and another one holds none.
     """
     found: dict[str, Steps] = {}
+    empty = []
     for root in roots_of(path):
-        for stage in STAGES:
-            for folder in _step_folders(root / stage) or _step_folders(root / stage / stage):
-                found.setdefault(stage, {}).setdefault(int(folder.name[4:]), []).append(folder)
+        held = {stage: _steps_of(root / stage) or _steps_of(root / stage / stage) for stage in STAGES}
+        empty += [] if any(held.values()) else [root]
+        for stage, folders in held.items():
+            for folder in folders:
+                found.setdefault(stage, {}).setdefault(step_of(folder), []).append(folder)
+    if found and empty:
+        what = "holds no stage of a job (STAGE/stepN/*.h5)" if empty[0].is_dir() else "is no folder"
+        raise UsageError(f"{empty[0]}, one of {path}, {what}", "name the job's folder of each node")
     return {stage: dict(sorted(steps.items())) for stage, steps in found.items()}
 
 
-def _step_folders(stage: Path) -> list[Path]:
-    folders = stage.glob("step*") if stage.is_dir() else ()
-    return [
-        folder for folder in folders if folder.name[4:].isdecimal() and folder.name.isascii() and step_files(folder)
-    ]
+def _steps_of(stage: Path) -> list[Path]:
+    return [folder for folder in steps_in(stage) if step_files(folder)]
+
+
+def _in_all(stage: str, steps: Steps, wanted: int | None) -> Steps:
+    """Return the steps that each of the folders holds which hold the stage; UsageError where ``wanted`` is in some."""
+    places = dict.fromkeys(folder.parent for folders in steps.values() for folder in folders)
+    whole = {step: folders for step, folders in steps.items() if len(folders) == len(places)}
+    if (wanted in steps and wanted not in whole) or not whole:
+        said = ", ".join(f"{place} ({_listed([*map(step_of, _steps_of(place))])})" for place in places)
+        which = f"step {wanted} of {stage}" if whole else f"no step of {stage}"
+        raise UsageError(
+            f"{which} is {'not ' if whole else ''}in all of {said}", "name folders that hold the same steps"
+        )
+    return whole
 
 
 def is_job(path: str | Path) -> bool:
@@ -96,7 +111,7 @@ def pair_of(path: str | Path, step: int | None = None) -> JobPair:
     found = next((pair for pair in PAIRS if all(stage in stages for stage in pair)), None)
     if found is None:
         raise _no_pair(folder, stages)
-    a, b = (stages[stage] for stage in found)
+    a, b = (_in_all(stage, stages[stage], step) for stage in found)
     common = sorted(a.keys() & b.keys())
     if not common:
         said = f"{found[0]} of {_listed(a)} and {found[1]} of {_listed(b)}, no step of both"
@@ -109,6 +124,7 @@ def pair_of(path: str | Path, step: int | None = None) -> JobPair:
     update = stages.get(TRAINER, {}).get(chosen)
     return JobPair(
         folder,
+        found,
         chosen,
         _path(a[chosen]),
         _path(b[chosen]),
@@ -118,13 +134,28 @@ def pair_of(path: str | Path, step: int | None = None) -> JobPair:
     )
 
 
+def compare_command(path: str | Path, readable: Mapping[str, Collection[int]]) -> str | None:
+    """Return the command that compares a job's folder, None where it would be refused.
+
+    ``readable``: stage -> the steps of which something can be read.
+    """
+    try:
+        pair = pair_of(path)
+    except UsageError:
+        return None
+    both = [step for step in (pair.step, *pair.later) if all(step in readable.get(stage, ()) for stage in pair.stages)]
+    if not both:
+        return None
+    return f"probe compare {shlex.quote(str(path))}" + ("" if both[0] == pair.step else f" --step {both[0]}")
+
+
 def _no_pair(folder: Path, stages: Mapping[str, Steps]) -> UsageError:
     one = "name a job's folder, or two dumps"
     wanted = " or ".join(f"{a} and {b}" for a, b in PAIRS)
     if not stages:
         if not folder.exists() and "," not in str(folder):
             return UsageError(f"there is no {folder}", one)
-        what = "is a dump of one stage" if _step_folders(folder) else "holds no dump of a job (STAGE/stepN/*.h5)"
+        what = "is a dump of one stage" if _steps_of(folder) else "holds no dump of a job (STAGE/stepN/*.h5)"
         return UsageError(f"{folder} {what}", one)
     held = " and ".join(stages)
     if len(stages) == 1:

@@ -233,7 +233,7 @@ def overall(
     ``modules``: verdicts of the compared tensors; ``gates``: status by gate name; ``tokens``: mean absolute log-prob
     difference that the tensors do not account for, or None, and ``worst_token`` the largest where logits say what they
     allow; ``other_distribution``: the engines' own log-probs mean different things, although their logits do not;
-    ``coverage``: the smaller of the shares of tensors and of rows that were compared.
+    ``coverage``: the smallest of the shares of tensors, rows and response tokens that were compared.
     """
     words = [word for word in modules if word not in ("missing", "incomparable")]
     failed = any(gates.get(name) == "fail" for name in ("tokens", "weights", "sampling", "config", "positions"))

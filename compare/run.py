@@ -13,7 +13,7 @@ from probe._version import __version__
 from probe.checkpoint import Checkpoint
 from probe.compare.align import RowAligner
 from probe.compare.cluster import figure_maker
-from probe.compare.coverage import FewerRows, RowCoverage, count_rows, fewer_rows, held_rows
+from probe.compare.coverage import FewerRows, RowCoverage, count_rows, fewer_rows, held_rows, token_share
 from probe.compare.diagnose.run import diagnose, recommend
 from probe.compare.environment_gate import environment_entries
 from probe.compare.evidence import Evidence
@@ -21,7 +21,7 @@ from probe.compare.figures import Observer
 from probe.compare.findings import located_section, replay_section
 from probe.compare.floors.golden import measure_golden
 from probe.compare.floors.measured import measure_floors
-from probe.compare.gaps import not_compared, tokens_only
+from probe.compare.gaps import not_compared, tokens_only, without_tensors
 from probe.compare.job import open_sides
 from probe.compare.judge import overall
 from probe.compare.locate.first import first_divergence, worst_rows
@@ -193,7 +193,9 @@ def _conclude(e: Evidence, aligner: RowAligner, options: Options) -> None:
     e.tokens |= {"unexplained_mean": unexplained.mean, "unexplained_max": unexplained.worst}
     statuses = {gate.name: gate.status for gate in e.gates}
     words = [entry.judgement.verdict for entry in e.measured]
-    coverage = min(e.tensor_share, e.rows.covered)
+    if any(without_tensors(dump) for dump in (e.a, e.b)):
+        e.token_share = token_share(aligner, e.a, e.b, e.batch)
+    coverage = min(e.tensor_share, e.rows.covered, 1.0 if e.token_share is None else e.token_share)
     other = any(finding.cause in OTHER_DISTRIBUTION for finding in e.gate("sampling").findings)
     e.verdict = overall(words, statuses, unexplained.mean, coverage, e.min_coverage, unexplained.worst, other)
     e.first = first_divergence(e.measured, e.join.pairs)
@@ -288,10 +290,11 @@ def _agreeing_logits(measured: list[Measured]) -> Measured | None:
 def _tensor_share(a: Side, b: Side, matching: Matching, measured: list[Measured]) -> float:
     """Return the share of canonical tensors that were compared; those a spec makes unavailable do not count.
 
-    Dumps that both hold tensors of which none has a canonical name share none. Where a side recorded tokens only there
-    is no tensor to miss.
+    Dumps that both hold tensors of which none has a canonical name share none. Where a side says that it recorded
+    tokens only there is no tensor to miss; one that should hold tensors and has none lost them.
     """
-    if any(tokens_only(side.dump) for side in (a, b)):
+    bare = [side.dump for side in (a, b) if without_tensors(side.dump)]
+    if bare and all(map(tokens_only, bare)):
         return 1.0
     compared = sum(entry.metrics is not None for entry in measured)
     total = len(measured) + len(matching.only_a) + len(matching.only_b)

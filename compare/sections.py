@@ -41,6 +41,7 @@ def dump_summary(dump: Dump) -> dict[str, Any]:
 def coverage_section(evidence: Evidence) -> dict[str, Any]:
     """Return what was compared, and each tensor and row that was not, with its reason."""
     a, b, matching, rows = evidence.side_a, evidence.side_b, evidence.matching, evidence.rows
+    shares = {"tensors": evidence.tensor_share, "rows": rows.covered, "asked": evidence.min_coverage}
     auxiliary = {name: [_entry(e) for e in getattr(matching, name)] for name in ("auxiliary_a", "auxiliary_b")}
     return {
         "matched": sum(entry.metrics is not None for entry in evidence.measured),
@@ -51,7 +52,7 @@ def coverage_section(evidence: Evidence) -> dict[str, Any]:
         **auxiliary,
         "rows": rows.as_dict(),
         "fewer_rows": [_fewer(entry) for entry in evidence.fewer],
-        "shares": {"tensors": evidence.tensor_share, "rows": rows.covered, "asked": evidence.min_coverage},
+        "shares": shares | ({} if evidence.token_share is None else {"tokens": evidence.token_share}),
     }
 
 

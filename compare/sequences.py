@@ -17,7 +17,7 @@ from probe.compare.trajectories import Trajectory, name_of, pair_by_content, tra
 from probe.store.reader import Dump
 from probe.store.schema import Sequence
 
-_NUMBERED = re.compile(r"([dr]\d+\.)?s\d+")
+NUMBERED = re.compile(r"([dr]\d+\.)?s\d+")
 """Names that sequences get for want of a uid (``announce`` in probe/hooks/debugger.py)."""
 
 NESTED_HOSTS = 64
@@ -84,7 +84,7 @@ def _lend_tokens(giver: Dump, taker: Dump) -> int:
         other = known.get((sequence.uid, sequence.sample))
         if other is None or len(sequence.tokens) or sequence.length != len(other.tokens):
             continue
-        if _NUMBERED.fullmatch(sequence.uid) is None or lengths[sequence.length] == 1:
+        if NUMBERED.fullmatch(sequence.uid) is None or lengths[sequence.length] == 1:
             sequence.tokens = other.tokens
             lent += 1
     return lent
@@ -112,7 +112,7 @@ def _by_trajectory_and_sample(trajectory: Trajectory) -> Hashable:
 
 
 def _if_numbered(trajectory: Trajectory) -> Hashable:
-    return "all" if _NUMBERED.fullmatch(trajectory.name) else None
+    return "all" if NUMBERED.fullmatch(trajectory.name) else None
 
 
 ROUNDS: tuple[tuple[Name, bool], ...] = (

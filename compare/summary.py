@@ -59,6 +59,7 @@ def _shortfall(e: Evidence) -> str:
     if not e.measured and not e.tokens["compared"]:
         return "no tensor and no log-prob is on both sides"
     shares = {"tensors": e.tensor_share, "rows": e.rows.covered}
+    shares |= {} if e.token_share is None else {"response tokens": e.token_share}
     # rounded down: 99.96 % must not read as 100 %
     short = [
         f"{math.floor(share * 1000) / 10:g}% of the {what}" for what, share in shares.items() if share < e.min_coverage

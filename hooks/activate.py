@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ PATCHES = {
     "verl.workers.engine.torchtitan.transformer_impl": "probe.hooks.jobs.verl:patch_engine",
     "verl.workers.engine.automodel.transformer_impl": "probe.hooks.jobs.verl:patch_engine",
     "verl.utils.skip.skip_manager": "probe.hooks.jobs.verl_trainer:patch_steps",
+    "verl.experimental.separation.ray_trainer": "probe.hooks.jobs.verl_trainer:patch_separate",
     "verl.trainer.ppo.ray_trainer": "probe.hooks.jobs.verl_trainer:patch_validation",
     "verl.trainer.ppo.v1.trainer_base": "probe.hooks.jobs.verl_trainer:patch_validation",
 }
@@ -62,6 +64,7 @@ def start() -> None:
             _report(f"DUMP_ON is {os.environ['DUMP_ON']!r}: use 1 or 0; nothing is recorded")
             return
         _settle_paths()
+        _name_run()
         _register()
     except Exception as error:
         _report(f"capture is not switched on in this process ({_words(error)})")
@@ -82,6 +85,12 @@ def _settle_paths() -> None:
         path = os.environ.get(name) or default
         if path:
             os.environ[name] = os.path.abspath(path)
+
+
+def _name_run() -> None:
+    """Name the run in the environment of its first process; ``ray start`` begins a cluster, not a run."""
+    if not os.environ.get("PROBE_RUN") and os.path.basename(sys.argv[0] if sys.argv else "") != "ray":
+        os.environ["PROBE_RUN"] = f"{time.time():.3f}-{os.urandom(4).hex()}"
 
 
 def _register() -> None:

@@ -82,9 +82,9 @@ def attach(model: Any, settings: Settings, step: int, rank: int, writer: DumpWri
     writer = open_writer(folder / stage / f"step{step}" / f"rank{rank}.h5", manifest, settings)
     try:
         adapter = make_adapter(subject.kind, writer, subject.runner, settings)
-        adapter.budget = make_budget(manifest, writer, chosen_folder(folder, step))
         adapter.sequence_prefix = sequence_prefix(manifest, rank)
         store_weights(subject, writer, adapter, settings)
+        adapter.budget = make_budget(manifest, writer, chosen_folder(folder, step))  # whose rows come after these bytes
         attached = _hook(subject, adapter, writer, settings, manifest)
     except BaseException:
         writer.discard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,28 +27,53 @@ class RowBudget:
     """Says which rows of a call are stored, and counts those that are not.
 
     ``rows`` per sequence, as :func:`probe.store.budget.within_rows` places them. Within ``max_bytes`` of the writer's
-    file, 0 for any number; ``per_row`` is what a row is expected to take until one was measured.
+    file, 0 for any number; ``per_row`` is what a row is expected to take until one was measured. Made when the file
+    holds its sketches: what it takes on from then on is taken by rows.
 
-    ``rows_left`` counts rows that the choice of sequences and rows left out, ``rows_dropped`` those among them that the
+    ``rows_left`` counts rows that the choice of sequences and rows left out, ``rows_cut`` those among them that the
     bytes did, ``copies_dropped`` tensors of a call that did not fit any more.
     """
 
     def __init__(self, selection: Selection, rows: int, max_bytes: int, writer: DumpWriter, per_row: float) -> None:
         self.selection, self.rows, self.max_bytes = selection, rows, max_bytes
-        self.rows_kept = self.rows_left = self.rows_dropped = self.copies_dropped = 0
+        self.rows_kept = self.rows_left = self.rows_cut = self.copies_dropped = 0
+        self._lost: Counter[tuple[str, str]] = Counter()
         self._writer, self._per_row = writer, per_row
         self._admitted: dict[int, bool] = {}
         self._before = (0, writer.stored_bytes)
 
-    def takes(self, more: int, *, counts: bool = False) -> bool:
-        """Tell whether so many more bytes may be stored; with ``counts`` a tensor that may not is counted."""
-        fits = not self.max_bytes or self._writer.stored_bytes + more <= self.max_bytes
-        self.copies_dropped += counts and not fits
-        return fits
+    def takes(self, more: int) -> bool:
+        """Tell whether so many more bytes may be stored."""
+        return not self.max_bytes or self._writer.stored_bytes + more <= self.max_bytes
+
+    def drop(self, tensor: tuple[str, str], rows: int) -> None:
+        """Count a call's tensor (its module and slot) that is not stored for want of bytes, with its rows."""
+        self.copies_dropped += 1
+        self._lost[tensor] += rows
+
+    @property
+    def rows_dropped(self) -> int:
+        """Return how many rows the bytes left out of the tensor that lost the most.
+
+        A row that is in no tensor at all is one of them: no more than these are missing for want of bytes.
+        """
+        return self.rows_cut + max(self._lost.values(), default=0)
 
     def is_recorded(self, number: int) -> bool:
         """Tell whether a sequence that was met has its tensors stored."""
         return self._admitted.get(number, False)
+
+    def may_keep(self, number: int | None, prompt_len: int, first: int, count: int) -> bool:
+        """Tell whether any of ``count`` rows from a position on may be stored; None: a sequence that was never met."""
+        if number is None or number not in self._admitted:
+            return True
+        if not self._admitted[number] or not self.takes(1):
+            return False
+        return bool(within_rows(np.arange(first, first + count), prompt_len, self.rows).any())
+
+    def leave(self, rows: int) -> None:
+        """Count rows of a call of which nothing is stored, and that was not read therefore."""
+        self.rows_left += rows
 
     def keep(
         self,
@@ -79,10 +105,6 @@ class RowBudget:
         self.rows_left += int((real & ~keep).sum())
         return keep
 
-    def start_rows(self) -> None:
-        """Note that the sketches are stored: what the file takes on from now is taken by rows."""
-        self._before = (self.rows_kept, self._writer.stored_bytes)
-
     def _cut(self, keep: np.ndarray) -> None:
         """Take rows away at the end, as many as would go beyond the bytes."""
         if not self.max_bytes:
@@ -94,7 +116,7 @@ class RowBudget:
         allowed = max(0, int((self.max_bytes - stored) / max(self._per_row, 1)))
         cells = np.flatnonzero(keep)
         keep.reshape(-1)[cells[allowed:]] = False
-        self.rows_dropped += len(cells[allowed:])
+        self.rows_cut += len(cells[allowed:])
 
 
 def chosen_folder(folder: Path, step: int) -> Path:

@@ -7,8 +7,10 @@ collective: each rank stores what it holds.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -78,6 +80,8 @@ class Capture:
         self.settings = settings or Settings()
         self._on_error, self._failed = on_error, False
         self.busy = False
+        self.thread: int | None = None
+        """The only thread whose calls are recorded, None for any."""
         self.calls = 0
         self.fired: set[str] = set()
         self._call: CallRows | None = None
@@ -92,6 +96,7 @@ class Capture:
         self._modules: dict[str, torch.nn.Module] = {}
         self._names: dict[str, str] = {}
         self._left_out: dict[str, dict[str, list[int]]] = {}
+        self._listed: dict[str, ModuleInfo] = {}
 
     def attach(self, models: torch.nn.Module | list[torch.nn.Module]) -> int:
         """Hook every module and return how many; raise CaptureError for a compiled model, whose hooks never fire."""
@@ -102,7 +107,7 @@ class Capture:
         return len(self._modules)
 
     def detach(self) -> None:
-        """Remove every hook and hand the last call's tensors and the list of modules to the writer."""
+        """Remove every hook and hand the writer the last call's tensors and what it does not know of the modules."""
         while self._undo:
             self._undo.pop()()
         self._drain()
@@ -113,7 +118,10 @@ class Capture:
                 info = _scalars(module) | self.adapter.facts(path)
                 if name in self._left_out:
                     info["left_out"] = self._left_out[name]
-                self.writer.add_module(ModuleInfo(name, type(module).__name__, self._order[name], info))
+                found = ModuleInfo(name, type(module).__name__, self._order[name], info)
+                if self._listed.get(name) != found:
+                    self._listed[name] = replace(found, info=deepcopy(info))
+                    self.writer.add_module(found)
         self._modules.clear()
 
     def store(self, path: str, slot: str, tensor: torch.Tensor) -> None:
@@ -129,7 +137,9 @@ class Capture:
 
     @property
     def _recording(self) -> bool:
-        return self._call is not None and (self._root is not None or self.adapter.runs_after_forward)
+        if self._call is None or not (self._root is not None or self.adapter.runs_after_forward):
+            return False
+        return self.adapter.budget is None or len(self._call.segment.rows) > 0
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -165,7 +175,7 @@ class Capture:
             return hook
 
         def guarded(*args: Any, **kwargs: Any) -> None:
-            if self._failed:
+            if self._failed or self.thread not in (None, threading.get_ident()):
                 return
             outermost, self.busy = not self.busy, True
             try:
@@ -302,7 +312,11 @@ class Capture:
             return
         if call.company and not place.has_rows:
             return
-        if not self._affordable(tensor, place, call):
+        if self.adapter.budget is not None and not len(call.segment.rows):
+            return
+        budget = self.adapter.budget
+        if budget is not None and not self._affordable(tensor, place, call):
+            budget.drop((name, slot), len(call.segment.rows) if place.has_rows else 0)
             return
         copy, segment = call.take(indexable(tensor), place)
         if not len(segment.rows):
@@ -315,17 +329,14 @@ class Capture:
 
     def _affordable(self, tensor: torch.Tensor, place: Place, call: CallRows) -> bool:
         """Tell whether the budget takes this tensor's rows; what has no rows goes with the rows of its call."""
-        budget = self.adapter.budget
+        budget, rows = self.adapter.budget, len(call.segment.rows)
         if budget is None:
             return True
-        rows = len(call.segment.rows)
-        if not rows:
-            return False
         share = min(1.0, rows / max(call.grid.size, 1)) if place.has_rows else 1.0
         size = int(tensor.nbytes * share)
         if not budget.takes(self._pending_bytes + size):
             self._drain()  # equal contents are stored once: what waited may have taken less
-        return budget.takes(self._pending_bytes + size, counts=True)
+        return budget.takes(self._pending_bytes + size)
 
     def _shard_of(self, path: str, slot: str, place: Place) -> str:
         """Return how a tensor lies over the TP ranks.

@@ -25,6 +25,8 @@ _said_inert = False
 _running: list[PrecisionDebugger] = []
 on_created: list[Callable[[], None]] = []
 """What the recording of whole jobs wants to do when a script turns out to have a debugger of its own."""
+created = False
+"""Whether one was made already that records."""
 
 
 class PrecisionDebugger:
@@ -45,6 +47,8 @@ class PrecisionDebugger:
         self._manifest: dict[str, Any] = {}
         self._undo: Any = None
         if self.settings.enabled and self.settings.task == "tensor":
+            global created
+            created = True
             for stand_aside in on_created:
                 stand_aside()
 

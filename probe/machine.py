@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from probe.files import cache_folders, replace_all
+from probe import files
 
 SOURCES = ("machine.py", "kernels.py", "loops.py")
 _WRAPPERS = re.compile(r'^define [^\n]*@"?(?:_ZN7cpython|cfunc\.)[^\n]*\{\n.*?^\}\n', re.MULTILINE | re.DOTALL)
@@ -53,22 +53,14 @@ class Loop:
 
 def kept(loop: Loop) -> Callable[..., Any] | None:
     """Return a loop from its file, or None where there is none for this machine."""
-    for folder in _folders():
-        with contextlib.suppress(OSError):
-            content = (folder / _file_name(loop)).read_bytes()
-            if hashlib.sha256(content[32:]).digest() == content[:32]:
-                return _runnable(loop, content[32:])
-    return None
+    code = next(files.kept(_folders(), _file_name(loop)), None)
+    return None if code is None else _runnable(loop, code)
 
 
 def compiled(loop: Loop) -> Callable[..., Any]:
     """Compile a loop by numba, keep its machine code where a folder can be written, and return it."""
     code = _object(_renamed(loop))
-    content = hashlib.sha256(code).digest() + code
-    for folder in _folders():
-        with contextlib.suppress(OSError):
-            _write(folder, _file_name(loop), content)
-            break
+    files.keep(_folders(), _file_name(loop), code)
     return _runnable(loop, code)
 
 
@@ -78,14 +70,8 @@ def compiled(loop: Loop) -> Callable[..., Any]:
 def _folders() -> list[Path]:
     """Return the folders that may hold machine code, as numba chooses its own."""
     if named := os.environ.get("NUMBA_CACHE_DIR"):
-        return [Path(named)]
-    return cache_folders(Path(__file__).parent)
-
-
-def _write(folder: Path, name: str, content: bytes) -> None:
-    """Write a file whole or not at all: other processes may read it, or write the same."""
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_all({folder / name: content})
+        return files.shared_folders(Path(named))
+    return files.cache_folders(Path(__file__).parent)
 
 
 def _file_name(loop: Loop) -> str:
@@ -97,7 +83,7 @@ def _key() -> str:
     """Return what the machine code depends on, as 16 hexadecimal digits."""
     import llvmlite
 
-    processor = _target()[1]
+    _, *processor = _target()
     found = importlib.util.find_spec("numba")
     numba = Path(str(found.origin)).with_name("_version.py").read_bytes() if found else b""
     sources = [(Path(__file__).with_name(name)).read_bytes() for name in SOURCES]
@@ -109,8 +95,8 @@ def _key() -> str:
 
 
 @cache
-def _target() -> tuple[Any, tuple[str, str, str]]:
-    """Return LLVM's target machine of this processor, and its name and features."""
+def _target() -> tuple[Any, str, str, str]:
+    """Return LLVM's target of this machine, and the names of the target, of the processor and of its features."""
     from llvmlite import binding
 
     with contextlib.suppress(RuntimeError):  # newer versions need no call, and say so
@@ -119,11 +105,15 @@ def _target() -> tuple[Any, tuple[str, str, str]]:
     binding.initialize_native_asmprinter()
     triple, processor = binding.get_process_triple(), binding.get_host_cpu_name()
     features = binding.get_host_cpu_features().flatten()
-    target = binding.Target.from_triple(triple)
-    machine = target.create_target_machine(
+    return binding.Target.from_triple(triple), triple, processor, features
+
+
+def _target_machine() -> Any:
+    """Return a new target machine of LLVM's: an engine owns the one that it is made with, and frees it."""
+    target, _, processor, features = _target()
+    return target.create_target_machine(
         cpu=processor, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
     )
-    return machine, (triple, processor, features)
 
 
 def _renamed(loop: Loop) -> str:
@@ -150,18 +140,17 @@ def _renamed(loop: Loop) -> str:
 def _object(code: str) -> bytes:
     from llvmlite import binding
 
-    machine, _ = _target()
     module = binding.parse_assembly(code)
     module.verify()
-    return bytes(machine.emit_object(module))
+    return bytes(_target_machine().emit_object(module))
 
 
 def _runnable(loop: Loop, code: bytes) -> Callable[..., Any]:
     """Return a loop's machine code as a function of addresses and numbers; it releases the interpreter lock."""
     from llvmlite import binding
 
-    machine, _ = _target()
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+    target_machine = _target_machine()
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target_machine)
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
     _engines.append(engine)

@@ -151,7 +151,10 @@ def _coordinates(world_size: int) -> dict[str, int] | None:
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write ``manifest.json``, atomically where hard links exist; the first writer wins, so that all share one."""
     target = folder / MANIFEST_NAME
-    temporary = folder / f".{MANIFEST_NAME}.{os.getpid()}"
+    if target.exists():
+        return
+    # a number of the process would not do: two nodes' processes may have the same
+    temporary = folder / f".{MANIFEST_NAME}.{os.getpid()}-{os.urandom(6).hex()}"
     text = json.dumps(manifest, indent=1, default=str)
     temporary.write_text(text)
     try:
@@ -162,4 +165,4 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         with contextlib.suppress(FileExistsError), open(target, "x") as file:
             file.write(text)
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)

@@ -46,6 +46,15 @@ def commands_leave_no_trace() -> Iterator[None]:
     common.stderr.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def no_debugger_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each test begin as a process does: without a PrecisionDebugger, to which the recording of jobs makes way."""
+    from probe.hooks import debugger
+
+    monkeypatch.setattr(debugger, "created", False)
+    monkeypatch.setattr(debugger, "on_created", [])
+
+
 @pytest.fixture(scope="session")
 def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that ships, made once for the whole run."""

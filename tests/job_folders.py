@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ import h5py
 import numpy as np
 from synthetic_dumps import Scenario, actor, manifest_of, prompts, write_dump
 
+from probe.compare.report import model as report_model
+from probe.compare.run import compare_dumps
 from probe.store.reader import open_dump
 from probe.store.schema import INDEX, RL, ROW, TOKEN, RowSegment, Sequence
 from probe.store.writer import DumpWriter
@@ -54,12 +57,14 @@ def write_update(job: Path, columns: Mapping[str, float], step: int = 0, sequenc
     return path.parent
 
 
-def without_tensors(folder: Path) -> None:
-    """Take the tensors out of a step's files: what PROBE_TASK=tokens leaves."""
+def without_tensors(folder: Path, task: str = "tokens") -> None:
+    """Take the tensors out of a step's files: what PROBE_TASK=tokens leaves; with task "tensor" they were lost."""
     for path in folder.glob("*.h5"):
         with h5py.File(path, "r+") as file:
-            del file["index"]
+            manifest = json.loads(file["manifest"][()]) | {"task": task}
+            del file["index"], file["manifest"]
             file.create_dataset("index", data=np.zeros(0, INDEX))
+            file.create_dataset("manifest", data=json.dumps(manifest), dtype=h5py.string_dtype())
 
 
 def with_budget(folder: Path, keep: Any = None, version: int = 0, **budget: Any) -> None:
@@ -86,3 +91,17 @@ def with_budget(folder: Path, keep: Any = None, version: int = 0, **budget: Any)
         wanted = np.array([keep is None or keep(int(r["sequence"]), int(r["position"])) for r in rows], bool)
         writer.append(*key, values[wanted], dtype, RowSegment(rows[wanted]))
     writer.close()
+
+
+def ranks(rank: int) -> dict[str, Any]:
+    """Return what the manifest of one of two data-parallel ranks says of its place."""
+    at = dict.fromkeys(("tp", "pp", "cp", "ep"), 0) | {"dp": rank}
+    return {"topology": dict.fromkeys(("tp", "pp", "cp", "ep"), 1) | {"dp": 2}, "coordinates": at, "world_size": 2}
+
+
+def compared(*paths: Any, **options: Any) -> dict[str, Any]:
+    """Return a report that is valid and can be printed."""
+    report = compare_dumps(*paths, replay=False, **options)
+    report_model.validate(report)
+    json.dumps(report, allow_nan=False)
+    return report

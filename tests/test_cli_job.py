@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import pty
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,11 @@ from typing import Any
 
 import pytest
 from activation_tools import clean_environment
+from job_folders import write_stage
 from synthetic_dumps import Scenario, actor, write_dump
+
+from probe.cli.job import captured, next_command
+from probe.cli.main import run as cli
 
 PROBE = (sys.executable, "-m", "probe")
 PYTHON = sys.executable
@@ -130,6 +135,40 @@ def test_what_was_recorded_is_summed_up_and_the_next_command_said(tmp_path: Path
 def test_one_stage_alone_leads_to_another_command(tmp_path: Path, made: Path, stage: str, expected: str) -> None:
     done = dump(tmp_path, "-o", "d", "--", *copying(made, stage))
     assert done.stderr.splitlines()[-1] == f"probe: next: {expected}"
+
+
+JOBS = {
+    "both sides": ({"rollout": (0,), "logprob": (0,)}, "probe compare {job}"),
+    "rollout and update": ({"rollout": (0,), "update": (0,)}, None),
+    "rollout and reference": ({"rollout": (0,), "reference": (0,)}, None),
+    "no common step": ({"rollout": (0,), "logprob": (1,)}, None),
+    "log-probs and update": ({"logprob": (0,), "update": (0,)}, None),
+    "a later common step": ({"rollout": (0, 2), "actor": (2, 3)}, "probe compare {job}"),
+}
+
+
+@pytest.mark.parametrize("case", JOBS)
+def test_the_next_command_is_one_that_is_not_refused(tmp_path: Path, case: str, capsys: pytest.CaptureFixture) -> None:
+    # GIVEN a job of some stages and steps
+    stages, expected = JOBS[case]
+    job = tmp_path / "job"
+    for stage, steps in stages.items():
+        for step in steps:
+            write_stage(job, Scenario(stage=stage), step)
+
+    # WHEN what follows is asked for after the job, and by looking at it
+    after = next_command(job, captured(job))
+    assert cli(["show", str(job)]) == 0
+    shown = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
+
+    # THEN both say to compare it where that can be done, and else something that can
+    if expected is not None:
+        assert after == shown == expected.format(job=job)
+        assert cli(["-q", "compare", str(job)]) == 0
+    else:
+        assert not any(said.startswith("probe compare") for said in (after, shown))
+        assert cli(["-q", "compare", str(job)]) == 2
+    assert cli(["-q", *shlex.split(shown)[1:]]) == 0
 
 
 def test_a_status_of_the_program_is_kept_and_so_is_the_dump(tmp_path: Path, made: Path) -> None:

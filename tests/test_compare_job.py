@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from job_folders import with_budget, without_tensors, write_job, write_stage, write_update
+from job_folders import compared, ranks, with_budget, write_job, write_stage, write_update
 from synthetic_dumps import Scenario, actor, prompts
 
 from probe.cli.main import run
-from probe.compare.job import pair_of
-from probe.compare.report import model as report_model
+from probe.compare.align import RowAligner
+from probe.compare.job import open_pair, pair_of, stages_of
 from probe.compare.run import compare_dumps
+from probe.compare.sequences import join_sequences
+from probe.compare.tokens.batch import batch_of_dumps
 from probe.errors import DumpError, UsageError
-from probe.store.budget import within_rows
 from probe.store.reader import open_dump, roots_of
-
-
-def compared(*paths, **options):
-    """Return a report that is valid and can be printed."""
-    report = compare_dumps(*paths, replay=False, **options)
-    report_model.validate(report)
-    json.dumps(report, allow_nan=False)
-    return report
-
 
 # -- which stages and steps -------------------------------------------------------------------------------------------
 
@@ -161,11 +155,6 @@ def test_the_columns_of_the_update_reach_the_ppo_section(tmp_path):
 
 def test_the_update_is_joined_by_tokens(tmp_path):
     # GIVEN an update of which one sequence went on with other tokens
-    from probe.compare.align import RowAligner
-    from probe.compare.job import open_pair
-    from probe.compare.sequences import join_sequences
-    from probe.compare.tokens.batch import batch_of_dumps
-
     sequences = prompts()
     uid, ids, prompt_len = sequences[1]
     changed = [*sequences]
@@ -197,12 +186,55 @@ def test_tokens_that_the_update_masks_are_no_response(tmp_path):
     assert report["tokens"]["compared"] == whole - len(prompts()) and report["verdict"] == "consistent"
 
 
+@pytest.mark.parametrize("column", ["advantages", "response_mask"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_another_sample_of_a_prompt_got_is_not_taken(tmp_path, column, shared):
+    # GIVEN two samples of a prompt that begin alike, and an update that holds one of them and a third one
+    prompt = np.arange(3, 9)
+    tails = {"first": [10, 11, 12, 13], "second": [10, 11, 14, 15], "third": [10, 11, 16, 17, 18]}
+    name = {key: "u" if shared else key for key in tails}
+
+    def of(*keys):
+        return [(name[key], np.append(prompt, tails[key]), len(prompt)) for key in keys]
+
+    job = write_job(tmp_path / "job", sequences=of("first", "second"))
+    write_update(job, {column: 0.0}, sequences=of("first", "third"))
+
+    # WHEN the job is opened THEN the second one has no value of the third
+    with open_pair(job) as opened:
+        known = {s.index for s in opened.a.sequences if s.tokens[-1] == 13}
+        whole = {s.index for s in opened.a.sequences}
+        if column == "advantages":
+            aligner = RowAligner(join_sequences(opened.a, opened.b), opened.a.sequences, opened.b.sequences)
+            batch = batch_of_dumps(opened.a, opened.b, aligner, opened.update)
+            have = np.isfinite(batch.columns[column])
+            found = {int(number) for number, known in zip(batch.sequence, have) if known}
+            assert [aligner.join.pairs[number].a for number in found] == list(known)
+        else:
+            table = opened.a.tokens
+            masked = table[(table["position"] >= len(prompt)) & ~table["response"].astype(bool)]
+            assert set(masked["sequence"].tolist()) == known and known < whole
+
+
+def test_the_mask_reaches_every_piece_of_a_request(tmp_path):
+    # GIVEN a rollout that a weight update split in two pieces, and an update that masks their first token
+    uid, ids, prompt_len = max(prompts(), key=lambda entry: len(entry[1]) - entry[2])
+    job, middle = tmp_path / "job", prompt_len + 2
+    first = write_stage(job, Scenario(), 0, [(uid, ids[:middle], prompt_len)])
+    later = write_stage(tmp_path / "later", Scenario(), 0, [(f"{uid}#1", ids, middle)])
+    with_budget(later, version=1)
+    (later / "rank0.h5").rename(first / "rank0-2.h5")
+    write_stage(job, actor(stage="logprob"), 0, [(uid, ids, prompt_len)])
+    write_update(job, {"response_mask": 0.0}, sequences=[(uid, ids, prompt_len)])
+
+    # WHEN the job is opened THEN neither piece holds it as a response
+    with open_pair(job) as opened:
+        table = opened.a.tokens
+        assert len(opened.a.sequences) == 2 and not table["response"][table["position"] == prompt_len].any()
+        assert table["response"][table["position"] == prompt_len + 1].any()
+
+
 # -- several folders per side -----------------------------------------------------------------------------------------
-
-
-def ranks(rank: int) -> dict:
-    at = dict.fromkeys(("tp", "pp", "cp", "ep"), 0) | {"dp": rank}
-    return {"topology": dict.fromkeys(("tp", "pp", "cp", "ep"), 1) | {"dp": 2}, "coordinates": at, "world_size": 2}
 
 
 def write_nodes(tmp_path, **changes):
@@ -236,6 +268,62 @@ def test_the_jobs_of_several_nodes_are_one_job(tmp_path):
     report = compared(",".join(map(str, nodes)))
     assert report["verdict"] == "consistent" and report["a"]["sequences"] == len(sequences)
     assert report["a"]["path"] == ",".join(str(node / "rollout" / "step0") for node in nodes)
+
+
+NODES = {
+    "a folder that is not there": ([], "nodeX, one of .*, is no folder: name the job's folder of each node"),
+    "a folder of nothing": ([None], r"nodeX, one of .*, holds no stage of a job \(STAGE/stepN/\*.h5\)"),
+    "another step": ([("rollout", 4)], "no step of rollout is in all of .*rollout .step 0., .*nodeX/rollout .step 4."),
+}
+
+
+@pytest.mark.parametrize("case", NODES)
+@pytest.mark.parametrize("command", ["compare", "tokens", "show"])
+def test_a_node_that_holds_nothing_of_the_job_is_refused(tmp_path, case, command, capsys):
+    # GIVEN a job of one node, and another folder beside it
+    job, other = write_job(tmp_path / "node1"), tmp_path / "nodeX"
+    held, said = NODES[case]
+    for entry in held:
+        other.mkdir(exist_ok=True) if entry is None else write_stage(other, Scenario(stage=entry[0]), entry[1])
+    both = f"{job},{other}"
+
+    # WHEN both are named as one job THEN that is refused in one sentence, never done without it
+    if command == "show" and case == "another step":
+        assert run(["show", both]) == 0 and f"next: probe show {job}" in capsys.readouterr().out
+        return
+    assert run(["-q", command, both]) == 2
+    printed = capsys.readouterr().err
+    assert re.search(said, printed) and printed.count("\n") == 1
+
+
+def test_a_step_that_a_node_lacks_is_no_step_of_the_job(tmp_path):
+    # GIVEN a node that holds steps 0 and 3 of both stages, one with steps 0 of the rollout only and 3 of both
+    one, two, trainer = (tmp_path / name for name in ("one", "two", "trainer"))
+    sequences = prompts(4)
+    for step in (0, 3):
+        write_stage(one, Scenario(manifest=ranks(0)), step, sequences[:2])
+        write_stage(trainer, actor(stage="logprob"), step, sequences)
+    write_stage(two, Scenario(manifest=ranks(1)), 3, sequences[2:])
+    both = f"{one},{two},{trainer}"
+
+    # WHEN they are compared THEN it is of the step that every folder of a stage holds
+    report = compared(both)
+    assert report["a"]["path"] == f"{one / 'rollout/step3'},{two / 'rollout/step3'}" and report["a"]["sequences"] == 4
+    assert report["b"]["path"] == str(trainer / "logprob/step3") and report["verdict"] == "consistent"
+    with pytest.raises(UsageError, match=r"step 0 of rollout is not in all of .*one/rollout \(steps 0, 3\), "):
+        pair_of(both, 0)
+
+
+@pytest.mark.parametrize("name", ["step007", "step+7", "step\u0667", "steps7", "step7 "])
+def test_folders_that_no_writer_names_so_are_no_steps(tmp_path, name):
+    # GIVEN a copy of a step beside it, under a name that reads alike
+    job = write_job(tmp_path / "job", (7,))
+    shutil.copytree(job / "rollout/step7", job / "rollout" / name)
+
+    # WHEN the job and its stage are opened THEN there is one step 7
+    assert stages_of(job)["rollout"] == {7: [job / "rollout/step7"]}
+    with open_dump(job / "rollout") as dump:
+        assert dump.files == [job / "rollout/step7/rank0.h5"] and not dump.unread
 
 
 def test_files_of_one_name_without_coordinates_stay_apart(tmp_path):
@@ -283,124 +371,3 @@ def test_a_folder_with_a_comma_in_its_name_is_one_folder(tmp_path):
     folder = tmp_path / "a,b"
     folder.mkdir()
     assert roots_of(folder) == (folder,) and roots_of("x,y") != ("x,y",)
-
-
-# -- dumps of tokens only ---------------------------------------------------------------------------------------------
-
-
-def test_two_dumps_of_tokens_only_are_compared_by_log_probs_and_weights(tmp_path):
-    job = write_job(tmp_path / "job")
-    for stage in ("rollout", "logprob"):
-        without_tensors(job / stage / "step0")
-    report = compared(job)
-    assert report["verdict"] == "consistent" and "no tensor was recorded" in report["headline"]
-    assert {gate["name"]: gate["status"] for gate in report["gates"]}["weights"] == "pass"
-    assert any("a and b recorded tokens only" in sentence for sentence in report["not_compared"])
-
-
-def test_stale_weights_show_in_tokens_only(tmp_path):
-    job = write_job(tmp_path / "job", weights_seed=1)
-    for stage in ("rollout", "logprob"):
-        without_tensors(job / stage / "step0")
-    report = compared(job)
-    assert report["verdict"] == "divergent" and report["suspects"][0]["cause"] == "stale-weights"
-
-
-def test_tensors_of_one_side_only_are_no_missing_tensors(tmp_path):
-    job = write_job(tmp_path / "job")
-    without_tensors(job / "rollout" / "step0")
-    report = compared(job)
-    assert report["verdict"] == "consistent" and "a recorded no tensor" in report["headline"]
-    assert "tensors only in" not in report["headline"]
-
-
-# -- budgets ----------------------------------------------------------------------------------------------------------
-
-
-def test_sequences_that_a_budget_left_out_are_said_and_not_missed(tmp_path):
-    # GIVEN a rollout of all sequences and a log-prob pass that stored the tensors of one of four
-    job = write_job(tmp_path / "job")
-    with_budget(job / "logprob" / "step0", lambda sequence, position: sequence == 1, seqs=1)
-    report = compared(job)
-
-    # THEN what was compared is enough, and what was left out is said
-    assert report["verdict"] == "consistent", report["headline"]
-    assert report["coverage"]["rows"]["a"]["budget"] > 0 and "not_stored" not in report["coverage"]["rows"]["a"]
-    assert "rows left out by the budget" in report["headline"]
-    assert any("left out by the other side's budget" in sentence for sentence in report["not_compared"])
-    assert report["tokens"]["compared"] == compared(write_job(tmp_path / "whole"))["tokens"]["compared"]
-
-
-def test_the_same_rows_without_a_budget_are_missed(tmp_path):
-    job = write_job(tmp_path / "job")
-    with_budget(job / "logprob" / "step0", lambda sequence, position: sequence == 1)
-    assert compared(job)["verdict"] == "incomparable"
-
-
-def test_rows_beyond_the_budget_and_rows_that_are_lost_are_told_apart(tmp_path):
-    # GIVEN a side that stores the first 4 rows of each sequence, and lost row 2 of them all
-    job = write_job(tmp_path / "job")
-    prompt = {n: length for n, (_, _, length) in enumerate(prompts())}
-
-    def kept(sequence, position):
-        return bool(within_rows(np.array([position]), prompt[sequence], 4)[0]) and position != 2
-
-    with_budget(job / "logprob" / "step0", kept, rows=4)
-    rows = compared(job)["coverage"]["rows"]["a"]
-    assert rows["budget"] > 0
-    lost = sum(bool(within_rows(np.array([2]), length, 4)[0]) for length in prompt.values())
-    assert rows.get("not_stored", 0) == lost
-
-
-def test_a_full_file_excuses_what_it_dropped(tmp_path):
-    job = write_job(tmp_path / "job")
-    with_budget(job / "logprob" / "step0", lambda sequence, position: position < 3, max_bytes=1000, dropped_rows=9)
-    report = compared(job)
-    assert report["verdict"] == "consistent" and "not_stored" not in report["coverage"]["rows"]["a"]
-
-
-def test_layers_that_a_budget_left_out_are_unavailable(tmp_path):
-    job = tmp_path / "job"
-    write_stage(job, Scenario())
-    write_stage(job, actor(stage="logprob", drop=("layers.1.",), manifest={"budget": {"layers": [0]}}))
-    report = compared(job)
-    assert report["coverage"]["only_a"] == [] and report["verdict"] == "consistent"
-    reasons = {entry["reason"] for entry in report["coverage"]["unavailable"]}
-    assert "left out by the budget: PROBE_LAYERS was 0" in reasons
-
-
-def test_budgets_without_a_common_sequence_compare_no_tensor(tmp_path):
-    job = write_job(tmp_path / "job")
-    with_budget(job / "rollout" / "step0", lambda sequence, position: sequence == 0, seqs=1)
-    with_budget(job / "logprob" / "step0", lambda sequence, position: sequence == 1, seqs=1)
-    report = compared(job)
-    assert report["verdict"] == "incomparable" and "left out by the budget" in report["headline"]
-
-
-@pytest.mark.parametrize("prompt_len", [1, 4, 5, 40])
-def test_the_rows_of_a_budget(prompt_len):
-    kept = np.flatnonzero(within_rows(np.arange(100), prompt_len, 8)).tolist()
-    if prompt_len <= 4:
-        assert kept == list(range(8))
-    else:
-        assert kept == sorted({*range(4), *range(prompt_len - 1, prompt_len + 3)})
-
-
-# -- weights that change within a step --------------------------------------------------------------------------------
-
-
-def test_an_update_within_a_step_is_no_conflict_of_copies(tmp_path):
-    # GIVEN an engine that received weights within a step and went on in a second file of the same coordinates
-    sequences = prompts(4)
-    first = write_stage(tmp_path / "job", Scenario(manifest=ranks(0)), 0, sequences[:2])
-    later = write_stage(tmp_path / "later", Scenario(manifest=ranks(0), weights_seed=1), 0, sequences[2:])
-    with_budget(later, version=1)
-    (later / "rank0.h5").rename(first / "rank0-2.h5")
-
-    # WHEN the step is read
-    with open_dump(first) as dump:
-        # THEN the sketches are those that the step began with, and nothing is wrong with them
-        assert {s.weight_version for s in dump.sequences} == {0, 1}
-        assert not any(joined.conflict for joined in dump.joined_weights.values())
-    with open_dump(first) as whole, open_dump(write_stage(tmp_path / "one", Scenario(), 0, sequences[:2])) as one:
-        assert all(np.array_equal(whole.weights[name].rows, one.weights[name].rows) for name in one.weights)

@@ -297,8 +297,9 @@ def test_token_figures_positions_and_strips(compare):
 
 
 def test_log_probs_far_apart_are_suspect_even_without_a_tensor(compare):
-    sharper = actor(noise=2, drop=("",), faults={"lm_head:output.0": lambda x: 3 * x})
-    report = compare(Scenario(noise=1, drop=("",)), sharper)
+    bare = {"drop": ("",), "manifest": {"task": "tokens"}}
+    sharper = actor(noise=2, faults={"lm_head:output.0": lambda x: 3 * x}, **bare)
+    report = compare(Scenario(noise=1, **bare), sharper)
     assert report["tokens"]["mean_abs_logprob_diff"] > 0.1
     assert report["verdict"] == "suspect" and exit_status(report) == 1
 

@@ -258,6 +258,9 @@ def test_rows_computed_twice_are_counted_and_said_where_their_bits_differ(tmp_pa
     assert report["verdict"] == "consistent" and report["layers"][0]["rel_l2"] == 0
 
 
+BARE = {"drop": ("",)}
+
+
 @pytest.mark.parametrize(
     ("a", "b", "words"),
     [
@@ -265,7 +268,12 @@ def test_rows_computed_twice_are_counted_and_said_where_their_bits_differ(tmp_pa
         ({"prompts_only": True}, {}, ("consistent on prompt rows of 45 tensors", "decode not seen")),
         ({}, {"layout": "megatron-te"}, ("consistent on 39 tensors", "6 norms not comparable (fused)")),
         ({"drop": ("model.norm",)}, {}, ("consistent on 44 tensors", "1 tensor only in b")),
-        ({"drop": ("",)}, {"drop": ("",)}, ("consistent on", "log-probs")),
+        (
+            {**BARE, "manifest": {"task": "tokens"}},
+            {**BARE, "manifest": {"task": "tokens"}},
+            ("consistent on", "log-probs"),
+        ),
+        (BARE, BARE, ("incomparable: only 0% of the tensors", "no tensor was recorded")),
         ({"complete": False}, {}, ("consistent on 45 tensors", "a incomplete")),
         ({"drop": ("mlp", "self_attn")}, {}, ("incomparable: only", "less than the 90% asked for")),
     ],

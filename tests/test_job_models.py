@@ -12,13 +12,10 @@ import pytest
 import torch
 from capture_tools import by_row, hook_count
 from checkpoints import make_checkpoint
+from job_patches import patched_job, said
 
 from probe.hooks import debugger as debugger_module
-from probe.hooks.jobs import log as log_module
 from probe.hooks.jobs import models
-from probe.hooks.jobs import session as session_module
-from probe.hooks.jobs.session import Session
-from probe.settings import Settings
 from probe.store.reader import open_dump
 
 JOB = Path(__file__).parent / "job_training.py"
@@ -41,30 +38,7 @@ def model(checkpoint):
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """Patch transformers for one test, in a session whose settings the test gives; the folder is ``tmp_path / d``."""
-    from torch.optim import optimizer
-    from transformers import modeling_utils
-    from transformers.generation import utils
-
-    monkeypatch.setenv("PROBE_DUMP_DIR", str(tmp_path / "d"))
-    monkeypatch.setattr(log_module, "_said", set())
-    monkeypatch.setattr(debugger_module, "on_created", [])
-    monkeypatch.setattr(optimizer, "_global_optimizer_post_hooks", optimizer._global_optimizer_post_hooks.copy())
-    monkeypatch.setattr(models._Aside, "stands", False)
-    monkeypatch.setattr(utils.GenerationMixin, "generate", utils.GenerationMixin.generate)
-    monkeypatch.setattr(modeling_utils.PreTrainedModel, "__call__", torch.nn.Module.__call__)
-
-    def start(**settings) -> Session:
-        session = Session(Settings(dump_path=str(tmp_path / "d"), enabled=True, **settings))
-        monkeypatch.setattr(session_module, "_session", session)
-        models.patch_transformers(modeling_utils)
-        models.patch_generation(utils)
-        return session
-
-    return start
-
-
-def said() -> str:
-    return "\n".join(text for _, _, text in log_module._said)
+    return patched_job(tmp_path, monkeypatch)
 
 
 # -- what is recorded --------------------------------------------------------------------------------------------------
@@ -201,7 +175,7 @@ def test_beams_and_models_without_a_head(tmp_path, model, job):
     model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, num_beams=2, do_sample=False)
     session.close()
     assert not (tmp_path / "d" / "rollout").exists() and not (tmp_path / "d" / "actor").exists()
-    assert "generate with beams" in said() and "has no output embeddings" in said()
+    assert "generate with num_beams" in said() and "has no output embeddings" in said()
 
 
 @pytest.mark.parametrize("how", ["in place", "wrapped"])

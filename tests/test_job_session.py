@@ -306,14 +306,22 @@ def test_rows_of_a_sequence(tmp_path, model, prompt_len, positions):
 @pytest.mark.parametrize("max_bytes", [60_000, 200_000, 400_000])
 def test_bytes_are_never_more_than_allowed_and_what_is_dropped_is_counted(tmp_path, model, max_bytes):
     sketches = sum(3 * 8 * len(p) if p.dim() > 1 else 8 * len(p) for p in model.parameters())
-    session = new_session(tmp_path, seqs=8, rows=64, max_bytes=max_bytes)
-    recorder = session.recorder("actor", model)
-    for start in range(0, 16, 4):
-        run_pass(recorder, model, {f"u{n}": [n, *range(1, 40)] for n in range(start, start + 4)})
-    session.close()
-    with open_dump(tmp_path / "d" / "actor") as dump:
-        stored = dump.tensors
-        assert dump.manifest["budget"]["dropped_rows"] > 0
+
+    def recorded(folder, **limits):
+        session = new_session(folder, **limits)
+        recorder = session.recorder("actor", model)
+        for start in range(0, 16, 4):
+            run_pass(recorder, model, {f"u{n}": [n, *range(1, 40)] for n in range(start, start + 4)})
+        session.close()
+        return folder / "d" / "actor"
+
+    with open_dump(recorded(tmp_path, seqs=8, rows=64, max_bytes=max_bytes)) as dump:
+        stored, limits = dump.tensors, dump.budget
+        with open_dump(recorded(tmp_path / "whole", seqs=limits.seqs, rows=limits.rows)) as whole:
+            wanted = {key: info.rows for key, info in whole.tensors.items() if info.has_rows}
+            assert whole.budget.dropped == 0
+        lost = [count - (stored[key].rows if key in stored else 0) for key, count in wanted.items()]
+        assert dump.manifest["budget"]["dropped_rows"] == limits.dropped == max(lost) > 0
         assert len(dump.tokens) == 16 * 40 and dump.complete
         size = (tmp_path / "d" / "actor" / "step0" / "rank0.h5").stat().st_size
         overhead = 64 * len(dump.tokens) + 1200 * (len(stored) + 80)  # tables: tokens, index, modules, rows
@@ -384,7 +392,10 @@ if __name__ == "__main__":
         work("actor")
     if how == "handled":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-    if how in ("terminate", "handled"):
+    if how == "chained":  # as programs do that write a checkpoint before they end
+        before = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *given: (before(*given), sys.exit(5)))
+    if how in ("terminate", "handled", "chained"):
         print("ready", flush=True)
         time.sleep(60)
     if how == "killed":
@@ -396,6 +407,7 @@ ENDS = {
     "spawn": (0, ["update"], []),
     "terminate": (-signal.SIGTERM, ["actor"], []),
     "handled": (3, ["actor"], []),
+    "chained": (5, ["actor"], []),
     "killed": (4, [], ["actor"]),
 }
 
@@ -413,7 +425,7 @@ def test_files_are_completed_at_the_end_of_a_process(tmp_path, how):
         stderr=subprocess.PIPE,
         text=True,
     )
-    if how in ("terminate", "handled"):
+    if how in ("terminate", "handled", "chained"):
         assert process.stdout.readline() == "ready\n"
         process.terminate()
     _, trouble = process.communicate(timeout=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from probe.hooks.jobs import verl as verl_module
 from probe.hooks.jobs.log import TROUBLE, read_lines
-from probe.hooks.jobs.verl import patch_engine, patch_passes, wrap
+from probe.hooks.jobs.verl import Pass, patch_engine, patch_passes, wrap
 from probe.hooks.jobs.verl_batch import (
     packed_cells,
     read_rows,
@@ -68,6 +70,63 @@ def test_equal_rows_are_told_apart() -> None:
     rows = read_rows(batch((0, 0, 1)))
     assert rows is not None
     assert rows.names[1] == f"{rows.names[0]}.2"
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("cut", [[(0, 1, 0)], [(0,), (1, 0)], [(0,), (1,), (0,)]])
+def test_equal_rows_are_told_apart_however_a_batch_is_cut(cut: list[tuple[int, ...]], chunks: int) -> None:
+    """GIVEN a batch that holds a row twice, WHEN micro-batches hold them apart, THEN each has what is its own."""
+    told: dict[str, list[Any]] = {"announced": [], "tokens": [], "advantages": []}
+    recorder = types.SimpleNamespace(
+        adapter=None,
+        expect=lambda sequences: None,
+        end=lambda: None,
+        announce=lambda rows: told["announced"].append([row.uid for row in rows]),
+        add_tokens=lambda name, *given: told["tokens"].append(name),
+        add_rl=lambda name, column, *given, prompt_len: told.setdefault(column, []).append(name),
+    )
+    engine = types.SimpleNamespace(is_mp_src_rank_with_outputs=lambda: True)
+    running = Pass(engine, recorder, types.SimpleNamespace(seen=set()), tensors=True)  # type: ignore[arg-type]
+    whole = read_rows(batch((0, 1, 0)))
+    assert whole is not None
+    running.begin(batch((0, 1, 0)))
+    # a model in two chunks, as a pipeline's stage may hold it, has every micro-batch twice
+    for turn in range(chunks):
+        for micro in (batch(part) for part in cut):
+            running.before_model(micro)
+            if turn == chunks - 1:
+                running.after_model(micro, {"log_probs": torch.zeros(len(micro["input_ids"].values()))})
+    running.end()
+    assert [name for names in told["announced"] for name in names] == whole.names * chunks
+    assert told["tokens"] == told["advantages"] == told["new_log_probs"] == whole.names
+    assert len(set(whole.names)) == 3
+
+
+def test_trouble_of_an_update_is_not_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a session that cannot be made, or fails at the end of an update, THEN verl's methods run as they do."""
+    monkeypatch.setenv("PROBE_DUMP_DIR", str(tmp_path))
+
+    class Worker:
+        engine = None
+
+        def train_mini_batch(self) -> int:
+            return 3
+
+        def infer_batch(self, data: Any) -> int:
+            return 4
+
+    wrap(Worker, "train_mini_batch", verl_module._in_update)
+    wrap(Worker, "infer_batch", functools.partial(verl_module._in_pass, forward_only=True))
+
+    def fails(*given: Any) -> None:
+        raise RuntimeError("no session")
+
+    monkeypatch.setattr(verl_module, "session", fails)
+    assert (Worker().train_mini_batch(), Worker().infer_batch(None)) == (3, 4)
+    monkeypatch.setattr(verl_module, "session", lambda: types.SimpleNamespace(step=0))
+    monkeypatch.setattr(verl_module.Update, "finish", fails)
+    assert Worker().train_mini_batch() == 3
+    assert any(line.kind == TROUBLE and "no session" in line.text for line in read_lines(tmp_path))
 
 
 def test_rows_without_a_uid_are_named_by_their_ids() -> None:

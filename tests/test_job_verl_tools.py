@@ -26,7 +26,7 @@ def test_the_trainers_step_reaches_every_process(tmp_path: Path) -> None:
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer
         from verl.utils.skip import SkipManager
         from omegaconf import OmegaConf
-        said = lambda: Path("dump/step").read_text().strip()
+        said = lambda: Path("dump/step").read_text().split()[0]
         mode = {"trainer_mode": "sync", "sync": {"parameter_sync_step": 1}}
         config = {"skip": {}, "trainer": {"v1": mode}, "data": {}, "actor_rollout_ref": {"rollout": {}}}
         SkipManager.init(OmegaConf.create(config))
@@ -49,6 +49,41 @@ def test_the_trainers_step_reaches_every_process(tmp_path: Path) -> None:
     environ = clean_environment(DUMP_ON="1", PROBE_DUMP_DIR=str(tmp_path / "dump"))
     lines = python("-c", code, cwd=tmp_path, environ=environ).splitlines()
     assert next(line for line in lines if line.startswith("FOUND")) == "FOUND -1 7 -1 7 -1 7"
+
+
+def test_steps_of_trainers_with_separate_rollouts(tmp_path: Path) -> None:
+    """GIVEN trainers of verl.experimental, WHEN they begin a step, THEN it is said, though no SkipManager hears of it.
+
+    The fully asynchronous rollouter begins before the trainer does: what it generates is for the first step.
+    """
+    code = dedent("""
+        from pathlib import Path
+        from omegaconf import OmegaConf
+        from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
+        from verl.utils.skip import SkipManager
+        said = lambda: Path("dump/step").read_text().split()[0]
+        name = "verl.experimental.fully_async_policy.fully_async_rollouter"
+        rollouter = {"__name__": name, "SkipManager": SkipManager}
+        exec("def init_workers(config): SkipManager.init(config)", rollouter)
+        mode = {"trainer_mode": "sync", "sync": {"parameter_sync_step": 1}}
+        config = {"skip": {}, "trainer": {"v1": mode}, "data": {}, "actor_rollout_ref": {"rollout": {}}}
+        rollouter["init_workers"](OmegaConf.create(config))
+        found = [said()]
+        for step in (2, 3):
+            ready = {"_fit_prepare_step": lambda self: None}
+            trainer = object.__new__(type("Trainer", (SeparateRayPPOTrainer,), ready))
+            trainer.global_steps, trainer.epoch = step, 0
+            try:
+                trainer.fit_step()
+            except Exception:
+                pass
+            found.append(said())
+        print("FOUND", *found)
+    """)
+    environ = clean_environment(DUMP_ON="1", PROBE_DUMP_DIR=str(tmp_path / "dump"))
+    lines = python("-c", code, cwd=tmp_path, environ=environ).splitlines()
+    assert next(line for line in lines if line.startswith("FOUND")) == "FOUND 1 2 3"
+    assert "share few" in (tmp_path / "dump" / "activation.log").read_text()
 
 
 def test_verls_own_profiler_records_with_our_debugger(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from test_job_vllm_requests import new, order, result
 
-from probe.hooks import attach
+from probe.hooks import attach, debugger
 from probe.hooks.engines.vllm_parallel import RankPlace
 from probe.hooks.jobs import files
 from probe.hooks.jobs import vllm as job
@@ -196,6 +197,22 @@ def test_a_request_over_several_steps_is_in_every_recorded_one(session):
     assert sorted(session.made.sequences[1:]) == [("a#1", [5, 11, 12, 14], 1, 0, 2), ("c", [7, 15], 1, 0, 2)]
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_requests_that_have_ended_are_forgotten(session, later):
+    """Also where the scheduler says so when nothing is recorded any more, or not yet again."""
+    runner, recording = started(later)
+    for n, name in enumerate("abcdef"):
+        session.step = n // 2  # of which the middle one is not recorded
+        finished = ["abcdef"[n - 1]] if n else []
+        given = run(
+            runner, order([new(name, [5], max_tokens=1)], finished=finished, **{name: 1}), result(**{name: [7]})
+        )
+        if later:
+            given.get_output()
+    run(runner, order(finished=["f"]))
+    assert not recording.ledger._open and [entry[0] for entry in session.made.sequences] == ["a", "b", "e", "f"]
+
+
 def test_shutting_down_keeps_what_is_unfinished(session):
     runner, recording = started()
     run(runner, order([new("a", [5])], a=1), result(a=[11]))
@@ -203,6 +220,29 @@ def test_shutting_down_keeps_what_is_unfinished(session):
     assert session.made.told == [("a", [5, 11], 1, 0, 0), ("close", 0)]
     run(runner, order(going=[("a", 1, 1)], a=1), result(a=[12]))
     assert len(session.made.told) == 2
+
+
+@pytest.mark.parametrize("order_of_making", ["engine first", "debugger first"])
+def test_a_scripts_own_debugger_is_left_alone_with_its_engine(session, monkeypatch, tmp_path, order_of_making):
+    monkeypatch.setattr(debugger, "on_created", [])
+    monkeypatch.setattr(debugger, "created", False)
+    make = functools.partial(debugger.PrecisionDebugger, enabled=True, dump_path=str(tmp_path))
+    session.made.discard = lambda: session.made.told.append("discarded")
+    if order_of_making == "debugger first":
+        make()
+        runner, recording = started()
+        run(runner, order([new("a", [5])], a=1), result(a=[11]))
+        assert session.made.told == [] and recording.recorder is None and not recording.wants_sketches()
+        return
+    runner, recording = started()
+    run(runner, order([new("a", [5])], a=1), result(a=[11]))
+    make(task="tokens")  # records nothing by itself
+    assert session.made.told == []
+    for _ in range(2):
+        make()
+    run(runner, order(going=[("a", 1, 1)], a=1), result(a=[12]))
+    recording.close()
+    assert session.made.told == ["discarded"]
 
 
 def test_trouble_ends_the_recording_and_not_the_job(session):

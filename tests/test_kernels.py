@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from probe import kernels, machine
+from probe import files, kernels, machine
 from probe.metrics import PairMeasure, PairMetrics
 from probe.store.dtypes import narrow, round_to, widen
 from probe.ulp import UlpHistogram
@@ -248,19 +248,68 @@ def test_code_that_was_kept_is_run_without_numba(tmp_path):
 
 def test_kept_code_that_is_damaged_is_compiled_again(tmp_path):
     loading(NUMBA_CACHE_DIR=str(tmp_path))
-    files = sorted(tmp_path.glob("*.o"))
-    assert len(files) == 2  # of float64: the sums, and the quantiles
-    for file, content in zip(files, (files[0].read_bytes()[:-7], b"")):
+    found = sorted(tmp_path.glob("*.o"))
+    assert len(found) == 2  # of float64: the sums, and the quantiles
+    for file, content in zip(found, (found[0].read_bytes()[:-7], b"")):
         file.write_bytes(content)
     assert loading(NUMBA_CACHE_DIR=str(tmp_path)) == ["1", "True", "1.0"]
     assert loading(NUMBA_CACHE_DIR=str(tmp_path)) == ["0", "True", "1.0"]
+
+
+LOOP = machine.Loop("_ulps16", "bits", ("uint16*", "uint16*", "int64*", "uint32*", "int64", "int64"), "int64")
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+@pytest.mark.parametrize("mode", [0o777, 0o775], ids=oct)
+def test_code_that_others_can_write_is_not_run(tmp_path, monkeypatch, what, mode):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "named"))
+    machine.compiled(LOOP)
+    assert machine.kept(LOOP) is not None
+    (path,) = (tmp_path / "named").iterdir()
+    assert not (path.stat().st_mode | path.parent.stat().st_mode) & 0o022
+    (path if what == "file" else path.parent).chmod(mode)
+    assert machine.kept(LOOP) is None
+    machine.compiled(LOOP)  # a file is replaced; beside a folder of others there is one's own
+    assert machine.kept(LOOP) is not None
+
+
+def test_engines_own_what_they_are_made_with():
+    # GIVEN three engines, the third of which fails after it is made
+    # WHEN two are closed THEN the other one's code still runs and the process ends well
+    code = """
+import gc, numpy as np
+from probe import kernels, machine
+from probe.kernels import _RANKS, _ULPS
+for bits in (16, 32, 16):
+    machine.kept(_ULPS[bits]) or machine.compiled(_ULPS[bits])
+code = machine._object(machine._renamed(_RANKS))
+call = machine._runnable(_RANKS, code)
+try:
+    machine._runnable(machine.Loop("_ranks", "bins", ("int64*",), "no such type"), code)
+except KeyError:
+    pass
+for engine in machine._engines[:2]:
+    engine.close()
+del machine._engines[:2]
+gc.collect()
+found = np.zeros(1, np.int64)
+counts = np.zeros((kernels.LANES, kernels.ULP_BINS), np.int64)
+counts[0, 5] = 3
+target = np.array([2])
+call(*(values.ctypes.data for values in (counts, target, found)), 9, 1)
+for engine in machine._engines:
+    engine.close()
+print(found[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "5\n"), done.stderr
 
 
 def test_a_disk_that_is_full_is_done_without(monkeypatch):
     def full(*arguments):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(machine, "_write", full)
+    monkeypatch.setattr(files, "replace_all", full)
     monkeypatch.setattr(machine, "kept", lambda loop: None)
     monkeypatch.setattr(kernels, "_compiled", [])
     found = kernels.load(["float64"])

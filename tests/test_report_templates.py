@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pwd
+
 import pytest
 from jinja2 import Environment
 
+from probe import files
 from probe.compare.report.shared import templates
 from probe.compare.report.shared.templates import environment
 
@@ -34,12 +37,46 @@ def test_a_template_is_compiled_once_and_again_when_it_changes(tmp_path, compile
     assert [render(tmp_path) for _ in range(2)] == ["two &lt;b&gt;"] * 2 and compiled == ["page.html"] * 2
 
 
-@pytest.mark.parametrize("content", [b"", b"j2", b"nonsense" * 100, None])
-def test_what_was_kept_and_is_damaged_is_compiled_again(tmp_path, compiled, content):
+def test_what_was_kept_and_is_damaged_is_compiled_again(tmp_path, compiled):
     (tmp_path / "page.html").write_text("one {{ x }}")
     render(tmp_path)
     (kept,) = (tmp_path / "__pycache__").iterdir()
-    kept.write_bytes(kept.read_bytes()[:-9] if content is None else content)
+    whole = kept.read_bytes()
+    flipped = whole[:100] + bytes([whole[100] ^ 1]) + whole[101:]
+    for content in (*(whole[:size] for size in range(0, len(whole), 7)), b"j2", b"nonsense" * 100, flipped):
+        kept.write_bytes(content)
+        before = len(compiled)
+        assert [render(tmp_path) for _ in range(2)] == ["one &lt;b&gt;"] * 2 and len(compiled) == before + 1
+        assert kept.read_bytes() == whole
+
+
+def test_what_is_whole_but_no_code_is_compiled_again(tmp_path, compiled):
+    (tmp_path / "page.html").write_text("one {{ x }}")
+    render(tmp_path)
+    (path,) = (tmp_path / "__pycache__").iterdir()
+    (content,) = files.kept([path.parent], path.name)
+    for size in range(len(content)):  # in the mark of the format, the pickled checksum, the marshalled code
+        files.keep([path.parent], path.name, content[:size])
+        before = len(compiled)
+        assert [render(tmp_path) for _ in range(2)] == ["one &lt;b&gt;"] * 2 and len(compiled) == before + 1
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775], ids=oct)
+def test_code_that_others_can_write_is_neither_run_nor_kept(tmp_path, compiled, monkeypatch, mode):
+    (tmp_path / "page.html").write_text("one {{ x }}")
+    render(tmp_path)
+    (tmp_path / "__pycache__").chmod(mode)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert [render(tmp_path) for _ in range(2)] == ["one &lt;b&gt;"] * 2 and len(compiled) == 2
+    assert len(list((tmp_path / "cache" / "probe").iterdir())) == 1
+
+
+def test_a_user_without_a_home_folder_gets_a_page(tmp_path, compiled, monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as for a number that no user has
+    (tmp_path / "__pycache__").write_text("a file in its place")
+    (tmp_path / "page.html").write_text("one {{ x }}")
     assert [render(tmp_path) for _ in range(2)] == ["one &lt;b&gt;"] * 2 and len(compiled) == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import h5py
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
@@ -129,6 +130,60 @@ def test_what_worst_needs(broken, tmp_path, capsys):
     assert run([*worst, "-o", str(file), "--force"]) == 1 and file.read_text() != "mine"
 
 
+def spoil(folder, column, values):
+    """Give tokens of a step's files other log-probs: (sequence, index in the response or None for all) -> value."""
+    for path in folder.glob("*.h5"):
+        with h5py.File(path, "r+") as file:
+            tokens = file["tokens"][()]
+            for (sequence, index), value in values.items():
+                response = np.flatnonzero((tokens["sequence"] == sequence) & tokens["response"].astype(bool))
+                tokens[column][response if index is None else response[index]] = value
+            file["tokens"][...] = tokens
+
+
+@pytest.mark.parametrize("stage", ["rollout", "logprob"])
+@pytest.mark.parametrize(("index", "value"), [(0, np.nan), (1, -np.inf), (0, np.inf), (None, np.nan), (None, -np.inf)])
+def test_sequences_that_are_not_finite_come_first(broken, tmp_path, stage, index, value):
+    # GIVEN a job that is wrong everywhere, of which the least wrong sequence has log-probs that are no numbers
+    batch, _ = read_sources([broken])
+    least = int(worst_sequences(batch, 6)[-1])
+    for column in ("logprob", "logprob_recomputed"):
+        spoil(broken / stage / "step0", column, {(least, index): value})
+
+    # WHEN the worst is asked for THEN it is this one, and the line can be read
+    file = tmp_path / "seqs.jsonl"
+    compare_token_sources([broken], worst=1, worst_file=file)
+    line = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert line["uid"] == batch.labels[least] and line["not_finite"] > 0
+    assert (line["max_abs_logprob_diff"] is None) == (index is None)
+    assert read_sequences(file)[0].sequence.tokens == line["tokens"]
+
+
+def test_a_last_token_without_a_log_prob_is_no_fault(broken):
+    batch, _ = read_sources([broken])
+    before = worst_sequences(batch, 6).tolist()
+    least, length = before[-1], int(batch.valid[before[-1]])
+    gap = np.abs(batch.b - batch.a)
+    if gap[batch.sequence == least].argmax() == length - 1:
+        pytest.skip("its largest difference is in the last token")
+    for column in ("logprob", "logprob_recomputed"):
+        spoil(broken / "logprob" / "step0", column, {(least, -1): np.nan})
+    assert worst_sequences(read_sources([broken])[0], 6).tolist() == before
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_comparison(broken, tmp_path, capsys, monkeypatch):
+    # GIVEN a folder in which not even root may make a file
+    assert run(["-q", "tokens", "none-such", "--worst", "2", "-o", "/proc/s.jsonl"]) == 2
+
+    # THEN it is said by the file's own name, before anything is read
+    said = capsys.readouterr().err
+    assert said.startswith("probe: error: /proc/s.jsonl cannot be written (") and said.count("\n") == 1
+
+    # WHEN it cannot be written any more after the comparison THEN its own name is said too
+    with pytest.raises(CompareError, match=r"^/proc/s.jsonl cannot be written \("):
+        compare_token_sources([broken], worst=1, worst_file="/proc/s.jsonl")
+
+
 def test_files_without_prompts_have_no_worst_sequences(tmp_path):
     path = tmp_path / "both.npz"
     np.savez(path, rollout_log_probs=-np.ones((1, 2)), old_log_probs=-np.ones((1, 2)), response_mask=np.ones((1, 2)))
@@ -147,6 +202,14 @@ BAD = {
     "uid": ({**LINE, "uid": 3}, "line 2: 'uid' is int, not str"),
     "sampling": ({**LINE, "sampling": [1]}, "line 2: 'sampling' is list, not dict"),
     "text": ("hello", "line 2 holds str, not an object"),
+    **{
+        f"{key} {value}": ({**LINE, "sampling": {key: value}}, f"line 2: '{key}' is {value!r}, not a number {lies}")
+        for key, lies, values in (
+            ("temperature", ">= 0", (-3, -0.001, float("nan"), float("inf"), 10**400, "1", True, [])),
+            ("top_p", "above 0 and at most 1", (0, -0.5, 1.0001, float("nan"), float("-inf"), "0.9", False)),
+        )
+        for value in values
+    },
 }
 
 
@@ -155,8 +218,16 @@ def test_a_bad_line_is_named(tmp_path, case):
     line, said = BAD[case]
     path = tmp_path / "s.jsonl"
     path.write_text(json.dumps(LINE) + "\n" + json.dumps(line) + "\n")
-    with pytest.raises(PromptsError, match=said):
+    with pytest.raises(PromptsError) as caught:
         read_sequences(path)
+    assert said[:60] in str(caught.value)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0, "top_p": 1}, {"temperature": 2.5}, {"top_p": None}])
+def test_a_line_may_say_how_it_was_sampled(tmp_path, sampling):
+    path = tmp_path / "s.jsonl"
+    path.write_text(json.dumps({**LINE, "sampling": sampling}))
+    assert read_sequences(path)[0].sampling == {key: value for key, value in sampling.items() if value is not None}
 
 
 def test_files_that_list_nothing(tmp_path):

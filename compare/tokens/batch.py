@@ -116,7 +116,8 @@ class TokenBatch:
 
     ``columns`` (names: COLUMNS) float64 [N] are NaN where unknown. ``rows`` are logits of some of the tokens, of side
     ``rows_of``, and ``rows_at`` int64 says which. ``lone`` counts for each side tokens of which only it has a log-prob,
-    ``lone_last`` the sequences whose last token inside either mask is one of these. ``loose``: a side is a mixture of
+    ``lone_last`` the sequences whose last token inside either mask is one of these. ``lacking`` [S], of two dumps only:
+    such tokens of each sequence, but for its last one. ``loose``: a side is a mixture of
     experts or quantised, so that the looser ends of healthy ranges hold (compare/diagnose/action.py). ``notes``: one
     sentence for each thing to know of how the sources were read and joined. ``left_out``: what of the sources is in no
     figure because the two do not share it. ``records`` [S], of dumps only: what it takes to run each sequence again
@@ -143,6 +144,7 @@ class TokenBatch:
     rows_at: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     lone: tuple[int, int] = (0, 0)
     lone_last: tuple[int, int] = (0, 0)
+    lacking: np.ndarray | None = None
     uids: list[str] | None = None
     samples: np.ndarray | None = None
     loose: bool = False
@@ -185,6 +187,7 @@ def batch_of_dumps(a: Dump, b: Dump, aligner: RowAligner, update: Dump | None = 
         not_finite=infinite_tokens(tokens, pairs),
         lone=tokens.lone,
         lone_last=tokens.lone_last,
+        lacking=tokens.lacking,
     )
 
 

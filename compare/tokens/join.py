@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,6 +19,7 @@ class JoinedTokens:
     ``owners``: for each side the number of the sequence in its dump, [tokens]. ``infinite``: for each side the tokens
     of both sides' sequences whose log-prob is infinite on it, as packed (pair, position) in order, and these values.
     ``lone_last``: for each side the sequences, equal until then, in which it has a log-prob past the other side's last.
+    ``lacking``: [pairs], the tokens of which one side alone has a log-prob, but for such a last one.
     """
 
     pair: np.ndarray
@@ -30,6 +31,7 @@ class JoinedTokens:
     owners: tuple[np.ndarray, np.ndarray] = (NO_ROWS, NO_ROWS)
     infinite: tuple[tuple[np.ndarray, np.ndarray], ...] = ((NO_ROWS, NO_ROWS), (NO_ROWS, NO_ROWS))
     lone_last: tuple[int, int] = (0, 0)
+    lacking: np.ndarray = field(default_factory=lambda: NO_ROWS)
 
 
 def join_tokens(a: Dump, b: Dump, aligner: RowAligner, sources: Sources) -> JoinedTokens:
@@ -58,9 +60,13 @@ def join_tokens(a: Dump, b: Dump, aligner: RowAligner, sources: Sources) -> Join
         infinite.append((found, values[broken[at]]))
     join = aligner.join_tables(*rows)
     known = [np.union1d(finite, found) for finite, (found, _) in zip(scored, infinite)]
-    lone = (len(np.setdiff1d(scored[0], known[1])), len(np.setdiff1d(scored[1], known[0])))
-    later = [int(((x > y) & (y >= 0) & (aligner.prefix > y)).sum()) for x, y in (ends, ends[::-1])]
+    alone = [np.setdiff1d(scored[side], known[1 - side]) for side in (0, 1)]
+    later = [(x > y) & (y >= 0) & (aligner.prefix > y) for x, y in (ends, ends[::-1])]
+    counts = [np.bincount(split(keys)[0], minlength=len(aligner.prefix)) for keys in alone]
+    lacking = np.sum([np.maximum(count - last, 0) for count, last in zip(counts, later)], axis=0)
     tokens = a.tokens["token"][join.index_a]
     scores = columns[0][join.index_a], columns[1][join.index_b]
     owners = split(join.cells_a)[0], split(join.cells_b)[0]
-    return JoinedTokens(join.pair, join.position, tokens, *scores, lone, owners, tuple(infinite), (later[0], later[1]))
+    lone, lone_last = (len(alone[0]), len(alone[1])), (int(later[0].sum()), int(later[1].sum()))
+    joined = join.pair, join.position, tokens, *scores
+    return JoinedTokens(*joined, lone, owners, tuple(infinite), lone_last, lacking)

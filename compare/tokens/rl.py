@@ -7,8 +7,8 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from probe.compare.align import RowAligner, last_of_equals, pack, read_table, split
-from probe.compare.sequences import join_sequences
+from probe.compare.align import NO_ROWS, RowAligner, last_of_equals, pack, read_table, split
+from probe.compare.sequences import NUMBERED, SequencePair, join_sequences
 from probe.errors import DumpError
 from probe.metrics import MANTISSA_BITS
 from probe.store.reader import Dump
@@ -79,14 +79,34 @@ def rl_columns(
 
 
 def _renumbered(cells: dict[str, Cells], dump: Dump, other: Dump) -> dict[str, Cells]:
-    """Return the cells of ``other`` by the sequences of ``dump``, as far as the tokens of both are the same."""
-    pairs = join_sequences(dump, other).pairs
-    number, prefix = (np.full(len(other.sequences), fill, np.int64) for fill in (-1, 0))
+    """Return the cells of ``other`` by the sequences of ``dump``, as far as the tokens of both are the same.
+
+    A sequence that ``dump`` holds in several pieces gets them in each. What another sample of a prompt got is nobody
+    else's, however many tokens begin alike (:func:`_same`).
+    """
+    pairs = [pair for pair in join_sequences(dump, other).pairs if _same(pair, dump, other)]
+    most = max((len(pair.pieces(0)) for pair in pairs), default=0)
+    number, prefix = (np.full((most, len(other.sequences)), fill, np.int64) for fill in (-1, 0))
     for pair in pairs:
-        for piece in pair.pieces(1):
-            number[piece], prefix[piece] = pair.a, pair.prefix
+        for place, own in enumerate(pair.pieces(0)):
+            held = min(pair.prefix, len(dump.sequences[own].tokens))
+            for piece in pair.pieces(1):
+                number[place, piece], prefix[place, piece] = own, held
     found = {}
     for column, (sequence, position, values) in cells.items():
-        known = position < prefix[sequence]
-        found[column] = (number[sequence[known]], position[known], values[known])
+        known = [np.flatnonzero(position < prefix[place][sequence]) for place in range(most)]
+        owners = [NO_ROWS, *(number[place][sequence[at]] for place, at in enumerate(known))]
+        at = np.concatenate([NO_ROWS, *known])
+        found[column] = (np.concatenate(owners), position[at], values[at])
     return found
+
+
+def _same(pair: SequencePair, dump: Dump, other: Dump) -> bool:
+    """Tell whether two sequences are one: one continues the other, or they alone have the name that they share."""
+    one, two = dump.sequences[pair.a], other.sequences[pair.b]
+    if pair.prefix >= min(len(one.tokens), len(two.tokens)):
+        return True
+    if not one.uid or one.uid != two.uid or NUMBERED.fullmatch(one.uid):
+        return False
+    sides = ((dump, pair.pieces(0)), (other, pair.pieces(1)))
+    return not any(s.uid == one.uid and s.index not in mine for side, mine in sides for s in side.sequences)

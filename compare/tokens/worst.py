@@ -35,14 +35,22 @@ def record_of(dump: Dump, number: int) -> dict[str, Any]:
 def worst_sequences(batch: TokenBatch, count: int) -> np.ndarray:
     """Return the numbers of the ``count`` sequences whose log-probs differ most in a single token, the worst first.
 
-    Of equals the larger mean difference counts, then their order; sequences without a compared token are none of them.
+    Those of which a side's log-prob of some token is no finite number come before all others. Of equals the larger mean
+    difference counts, then their order; sequences of which nothing is known are none of them.
     """
     gap, total = _gap(batch), len(batch.labels)
     most, tokens = np.zeros(total), np.bincount(batch.sequence, minlength=total)
     np.maximum.at(most, batch.sequence, gap)
     mean = np.bincount(batch.sequence, gap, minlength=total) / np.maximum(tokens, 1)
-    order = np.lexsort((np.arange(total), -mean, -most))
-    return order[tokens[order] > 0][:count]
+    broken = _not_finite(batch) > 0
+    order = np.lexsort((np.arange(total), -mean, -most, ~broken))
+    return order[((tokens > 0) | broken)[order]][:count]
+
+
+def _not_finite(batch: TokenBatch) -> np.ndarray:
+    """Return per sequence how many tokens have an infinite log-prob, or one on one side only: NaN on the other."""
+    infinite = batch.valid - np.bincount(batch.sequence, minlength=len(batch.labels))
+    return infinite + (0 if batch.lacking is None else batch.lacking)
 
 
 def _gap(batch: TokenBatch) -> np.ndarray:
@@ -53,7 +61,8 @@ def _gap(batch: TokenBatch) -> np.ndarray:
 def write_worst(batch: TokenBatch, count: int, path: Path) -> int:
     """Write the worst sequences to a JSON lines file (docs/tokens.md) and return how many they are.
 
-    Raises CompareError where nothing says what the sequences' token ids are, or no token was compared.
+    Raises CompareError where nothing says what the sequences' token ids are, no token was compared, or the file cannot
+    be written.
     """
     if not batch.records:
         raise CompareError("--worst needs whole sequences, prompts included", "give dumps, or a job's folder")
@@ -61,15 +70,21 @@ def write_worst(batch: TokenBatch, count: int, path: Path) -> int:
     if not len(numbers):
         raise CompareError("no token was compared, so that no sequence is the worst", "see the report without --worst")
     lines = [json.dumps(_line(batch, number)) + "\n" for number in numbers.tolist()]
-    replace_all({path: "".join(lines).encode()})
+    try:
+        replace_all({path: "".join(lines).encode()})
+    except OSError as error:
+        problem = f"{path} cannot be written ({error.strerror or error})"
+        raise CompareError(problem, "choose another file") from None
     return len(numbers)
 
 
 def _line(batch: TokenBatch, number: int) -> dict[str, Any]:
     gap = _gap(batch)[batch.sequence == number]
+    worst = {"max": float(gap.max()), "mean": float(gap.mean())} if len(gap) else {"max": None, "mean": None}
     return batch.records[number] | {
         "prompt_len": int(batch.start[number]),
-        "max_abs_logprob_diff": float(gap.max()),
-        "mean_abs_logprob_diff": float(gap.mean()),
+        "max_abs_logprob_diff": worst["max"],
+        "mean_abs_logprob_diff": worst["mean"],
+        "not_finite": int(_not_finite(batch)[number]),
         "tokens": batch.ids[number].tolist(),
     }

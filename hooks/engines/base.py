@@ -23,7 +23,8 @@ class EngineAdapter:
     ``budget`` keeps some sequences and some rows of each.
     ``logits`` names the tensor that holds the logits. ``runs_after_forward``: modules that belong to a call run after
     the model's own forward has returned. ``tp_rank`` and ``tp_size`` say which of how many tensor-parallel ranks this
-    process is. ``sequence_prefix`` goes before the names that sequences get for want of a uid. While ``paused``,
+    process is. ``sequence_prefix`` goes before the names that sequences get for want of a uid. ``chunks``
+    counts the modules that are called with the same batches (0: not known). While ``paused``,
     forwards only keep other ranks company and are not recorded.
     """
 
@@ -34,6 +35,7 @@ class EngineAdapter:
     tp_rank = 0
     tp_size = 1
     sequence_prefix = ""
+    chunks = 0
     paused = False
 
     def __init__(self, book: SequenceBook, *, prompts_only: bool = False) -> None:

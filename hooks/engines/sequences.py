@@ -48,6 +48,17 @@ class SequenceBook:
         sequence.length = max(sequence.length, length)
         return sequence.index
 
+    def forget_ids(self, number: int) -> None:
+        """Drop the ids that were announced with a sequence: nobody asks for them any more."""
+        self._announced.pop(number, None)
+
+    def known(self, uid: str, weight_version: int) -> int | None:
+        """Return the number that :meth:`number` has given to a sequence, None for one that is new."""
+        number = self._numbers.get(uid)
+        if number is not None and self.sequences[number].weight_version != weight_version:
+            number = self._numbers.get(f"{uid}#v{weight_version}")
+        return number
+
     def length(self, uid: str) -> int:
         """Return how many tokens of a sequence have been seen, 0 for an unknown one."""
         return self.sequences[self._numbers[uid]].length if uid in self._numbers else 0

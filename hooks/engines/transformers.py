@@ -61,7 +61,7 @@ class BatchAdapter(EngineAdapter):
         self._last: list[Announced] = []
         self._heads_first: set[str] = set()
         self._forwards: dict[int, int] = {}
-        self._batches: list[tuple[np.ndarray, list[Announced]]] = []
+        self._batches: dict[int, tuple[np.ndarray, list[Announced]]] = {}
         self._shape = (0, 0)
         self._logits_to_keep = 0
 
@@ -117,7 +117,7 @@ class BatchAdapter(EngineAdapter):
         if self.told is not None and self.told.owner.shape == shape:
             return self.told
         known = self.announced if len(self.announced) == batch else []
-        mask = read_mask(first_tensor(named, "attention_mask"), shape, true_hides=self.true_hides)
+        mask = read_mask(_mask(named, length), shape, true_hides=self.true_hides)
         segments = None if mask is None else mask[:, -length:]
         if segments is not None and not segments.all():  # a mask that hides no token says nothing of padding
             real = segments != 0
@@ -162,8 +162,12 @@ class BatchAdapter(EngineAdapter):
                     "announce one per batch row (or packed sequence), or none",
                 )
             return self.announced
-        if turn < len(self._batches) and _may_be_equal(self._batches[turn][0], ids):
-            return self._batches[turn][1]
+        earlier = self._batches.get(turn)
+        if self.chunks and len(self._forwards) == self.chunks:  # a job never ends: what all have seen is over
+            for over in [number for number in self._batches if number <= min(self._forwards.values())]:
+                del self._batches[over]
+        if earlier is not None and _may_be_equal(earlier[0], ids):
+            return earlier[1]
         ends = [
             start if last.uid in self._ended else self.book.length(last.uid) for last, start in zip(self._last, starts)
         ]
@@ -174,7 +178,8 @@ class BatchAdapter(EngineAdapter):
                 Announced(uid=f"{self.sequence_prefix}s{first + n}", prompt_len=known)
                 for n, known in enumerate(prompt_lens)
             ]
-        self._batches.append((ids, self._last))
+        if self.chunks != 1 and earlier is None:
+            self._batches[turn] = (ids, self._last)
         return self._last
 
 
@@ -247,6 +252,26 @@ def bind_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
         return {name: value for name, value in bound.arguments.items() if name not in kwargs} | kwargs
     except (TypeError, ValueError):  # a forward whose signature cannot be read: keep what has a name
         return {f"input{i}": value for i, value in enumerate(args)} | kwargs
+
+
+def _mask(named: dict[str, Any], length: int) -> torch.Tensor | None:
+    """Return the attention mask of a forward of so many positions, up to their own keys.
+
+    One of several masks (by kind of attention) is that of full attention where there is one; one that covers a cache
+    of fixed size goes on over keys that are not there yet.
+    """
+    mask = named.get("attention_mask")
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention", next(iter(mask.values()), None))
+    cache = named.get("past_key_values")
+    if (
+        isinstance(mask, torch.Tensor)
+        and mask.dim() == 4
+        and mask.shape[2] == length
+        and hasattr(cache, "get_seq_length")
+    ):
+        return mask[..., : _cached_tokens(cache) + length]
+    return mask if isinstance(mask, torch.Tensor) else None
 
 
 def first_tensor(named: dict[str, Any], name: str) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -101,12 +102,17 @@ class VllmAdapter(EngineAdapter):
         """Note that the forward is over: what runs until the next pass serves no request."""
         self.scheduled = None
 
+    def forget(self, requests: Iterable[str]) -> None:
+        """Drop what is known of requests that have ended."""
+        for request in requests:
+            self._stops.pop(request, None)
+
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def begin_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRows | None:
         """Return the rows of this pass, or None for a pass that serves no real request."""
         self._hidden = self._hidden_copy = None
-        if not self.scheduled:
+        if not self.scheduled or self._is_idle():
             return None
         positions = _argument(args, kwargs, "positions", 1)
         if positions is None:
@@ -118,6 +124,27 @@ class VllmAdapter(EngineAdapter):
             self.passes_unknown += 1
             return None
         return self.rows_of_call(grid)
+
+    def _is_idle(self) -> bool:
+        """Tell, and count, that the budget takes no row of this pass: then nothing is copied from the device for it.
+
+        Only where the caller follows requests itself: else every row's id is noted.
+        """
+        if self.budget is None or not self._given or self.scheduled is None:
+            return False
+        batch, left = self.runner.input_batch, 0
+        for request, count in self.scheduled.items():
+            piece = self._given.get(request)
+            if piece is None:
+                return False
+            first = int(batch.num_computed_tokens_cpu[batch.req_id_to_index[request]])
+            asked = max(0, min(count, piece.prompt_len - first)) if self.prompts_only else count
+            number = self.book.known(piece.uid, piece.version)
+            if asked and self.budget.may_keep(number, piece.prompt_len, first, asked):
+                return False
+            left += asked
+        self.budget.leave(left)
+        return True
 
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> np.ndarray | None:
         """Return which rows of the pass a tensor of the logits processor holds, None for every other module.
@@ -196,7 +223,8 @@ class VllmAdapter(EngineAdapter):
     def _number(self, request: str, index: int, token: np.ndarray, first: int) -> int:
         """Return the number of the sequence to which a request's rows belong, and note its tokens."""
         piece = self._given.get(request) or self._piece(request)
-        self._note_tokens(piece.uid, index, token, first)
+        if not self._given:  # else the caller knows them
+            self._note_tokens(piece.uid, index, token, first)
         announced = Announced(piece.uid, piece.prompt_len, sample=piece.sample, trajectory=request)
         announced.tokens = piece.prompt or None
         return self.book.number(

@@ -15,6 +15,8 @@ import numpy as np
 import xxhash
 
 NAN = float("nan")
+MOST_KNOWN = 1 << 16
+"""Requests that have ended, and prompts, that are remembered: a server may run for months."""
 
 
 @dataclass
@@ -70,8 +72,9 @@ class _Request:
         for token, logprob in zip(tokens, logprobs):
             if self.over:
                 return
+            older = len(self.tokens) < self.piece.prompt_len  # arrived after the weights that took over
             self.tokens.append(int(token))
-            self.logprobs.append(float(logprob))
+            self.logprobs.append(NAN if older else float(logprob))
             self.over = int(token) in self.stops or len(self.tokens) >= self.longest
 
 
@@ -101,14 +104,20 @@ class RequestLedger:
             if request is not None and not request.over:  # those that are over were handed out when they were
                 yield _ended(name, request)
 
-    def renew(self, version: int) -> list[Ended]:
-        """Cut every request where newer weights take over; return what the older ones generated."""
+    def renew(self, version: int, places: dict[str, int | None], known: dict[str, Any]) -> list[Ended]:
+        """Cut every request where newer weights take over; return what the older ones generated.
+
+        ``places`` (:func:`places_of`) are of the first pass under the newer weights, ``known`` the runner's own states:
+        with them all ranks cut alike, also those that are not told, or not yet, what was sampled.
+        """
         ended = []
         for name, request in self._open.items():
             if not request.over:
                 if len(request.tokens) > request.piece.prompt_len or not request.piece.number:
                     ended.append(_ended(name, request))
-                self._continue(name, request, version)
+                place, state = places.get(name), known.get(name)
+                held = len(request.tokens) if state is None else int(state.num_tokens)
+                self._continue(name, request, version, max(held, place or 0))
         return ended
 
     def schedule(self, output: Any, version: int, known: dict[str, Any]) -> tuple[dict[str, Piece], list[Ended]]:
@@ -175,8 +184,7 @@ class RequestLedger:
 
     def _opened(self, name: str, prompt: list[int], generated: Iterable[int], params: Any, version: int) -> _Request:
         digest = xxhash.xxh3_64_intdigest(np.array(prompt, "<i8").data)
-        number, self._pieces[name] = self._pieces[name], self._pieces[name] + 1
-        sample, self._samples[digest] = self._samples[digest], self._samples[digest] + 1
+        number, sample = _next(self._pieces, name), _next(self._samples, digest)
         tokens = [*prompt, *(int(token) for token in generated)]
         most = getattr(params, "max_tokens", None)
         stops = {getattr(params, "eos_token_id", None), *(getattr(params, "stop_token_ids", None) or ())} - {None}
@@ -189,11 +197,10 @@ class RequestLedger:
             min(self.max_model_len, len(prompt) + int(most) if most is not None else 1 << 62),
         )
 
-    def _continue(self, name: str, request: _Request, version: int) -> None:
+    def _continue(self, name: str, request: _Request, version: int, held: int) -> None:
         """Begin the piece that newer weights generate: what older ones did is its prompt, without log-probs."""
-        number, self._pieces[name] = self._pieces[name], self._pieces[name] + 1
-        old = request.piece
-        length = max(request.prompt_len, len(request.tokens))
+        number, old = _next(self._pieces, name), request.piece
+        length = max(request.prompt_len, held)
         request.piece = Piece(f"{name}#{number}", number, version, length, old.sample, old.prompt)
         request.logprobs = [NAN] * len(request.tokens)
 
@@ -212,6 +219,15 @@ def places_of(output: Any, *, ahead: bool = False) -> dict[str, int | None]:
         name: None if (ahead and drafts) or name not in started else started[name] + count - len(drafts.get(name, ()))
         for name, count in output.num_scheduled_tokens.items()
     }
+
+
+def _next(counter: Counter[Any], key: Any) -> int:
+    """Return how often a key was asked for before, and forget the one that was last asked for the longest ago."""
+    count = counter.pop(key, 0)
+    counter[key] = count + 1
+    if len(counter) > MOST_KNOWN:
+        del counter[next(iter(counter))]
+    return count
 
 
 def _prompt_len(new: Any) -> int:

@@ -19,10 +19,12 @@ from probe.hooks.debugger import global_rank
 from probe.hooks.engines.base import EngineAdapter
 from probe.hooks.engines.sequences import SequenceBook
 from probe.hooks.engines.vllm_parallel import place_of
-from probe.hooks.jobs.log import note
+from probe.hooks.jobs.log import note, trouble
+from probe.hooks.jobs.run import holds_earlier, run_id
+from probe.hooks.rows import Announced
 from probe.manifest import write_manifest
 from probe.settings import Settings
-from probe.store.schema import TOKEN, WeightSketch
+from probe.store.schema import RL, RL_COLUMNS, RL_KEPT, ROW, TOKEN, RowSegment, WeightSketch
 from probe.store.writer import DumpWriter
 
 TENSOR, TOKENS = "tensor", "tokens"
@@ -49,7 +51,9 @@ class StepFile:
         """
         self.listed.add(number)
         sequence = self.adapter.book.sequences[number]
-        sequence.tokens, sequence.length = ids, max(sequence.length, len(ids))
+        sequence.length = max(sequence.length, len(ids))
+        self.writer.end_sequence(sequence, ids)
+        self.adapter.book.forget_ids(number)
         rows = np.zeros(len(ids), TOKEN)
         rows["sequence"], rows["position"], rows["token"] = number, np.arange(len(ids)), ids
         rows["response"] = rows["position"] >= sequence.prompt_len
@@ -59,6 +63,18 @@ class StepFile:
         budget = self.adapter.budget
         if budget is not None and budget.is_recorded(number):
             budget.selection.note(ids)
+
+    def list_rl(self, about: Announced, column: str, values: np.ndarray) -> None:
+        """Store one column of what a trainer knows of a response: float64 [response], from its first token on."""
+        known = (*RL_COLUMNS, *RL_KEPT)
+        if column not in known:
+            raise CaptureError(f"{column!r} is no column of a trainer", f"use {', '.join(known)}")
+        first = about.prompt_len or 0
+        number = self.adapter.book.number(about, length=first + len(values))
+        rows = np.zeros(len(values), ROW)
+        rows["sequence"], rows["position"] = number, first + np.arange(len(values))
+        rows["token"] = rows["call"] = -1
+        self.writer.append(RL, column, values, "float64", RowSegment(rows))
 
     def complete(self) -> None:
         """Close the file; one that holds nothing but sketches of a whole model, of which nothing ran, is deleted."""
@@ -73,18 +89,29 @@ class StepFile:
         budget = self.adapter.budget
         if budget is None:
             return
-        if budget.rows_dropped or budget.copies_dropped:
-            self.manifest["budget"]["dropped_rows"] = max(budget.rows_dropped, 1)
+        if budget.rows_cut or budget.copies_dropped:
+            self.manifest["budget"]["dropped_rows"] = budget.rows_dropped
             self.writer.restate(self.manifest)
         chosen, total = budget.selection.admitted, budget.selection.admitted + budget.selection.refused
         line = f"{self.manifest['stage']} step {self.step}: tensors of {chosen} of {total} sequences,"
         line += f" {budget.rows_kept} rows, {self.writer.stored_bytes / 1e6:.1f} MB"
         if budget.rows_left:
             line += f"; the budget left out {budget.rows_left} rows"
-        if budget.rows_dropped or budget.copies_dropped:
-            line += f"; PROBE_MAX_BYTES left out {budget.rows_dropped} of them"
+        if budget.rows_cut or budget.copies_dropped:
+            line += f"; PROBE_MAX_BYTES left out {budget.rows_cut} of them"
             line += f" and {budget.copies_dropped} tensors of others"
         note(line)
+
+
+def is_taken(folder: Path, stage: str, step: int) -> bool:
+    """Tell whether an earlier run recorded this step into the same folder, which is then left as it is, and say so."""
+    taken = holds_earlier(folder / stage / f"step{step}")
+    if taken:
+        trouble(
+            f"{stage}: {folder / stage} holds steps of an earlier run, and these are not recorded again: "
+            "use a new PROBE_DUMP_DIR for each run, or delete the old folder"
+        )
+    return taken
 
 
 def open_step(
@@ -98,7 +125,7 @@ def open_step(
     on_error: Callable[[Exception], None],
 ) -> StepFile:
     """Open the file of a step, store the weight sketches, and make the capture that task ``tensor`` hooks."""
-    manifest = describe(subject, stage, settings) | about
+    manifest = describe(subject, stage, settings) | {"run": run_id()} | about
     if settings.task == TOKENS:
         manifest.pop("budget", None)
     else:
@@ -112,6 +139,7 @@ def open_step(
         else:
             adapter = make_adapter(subject.kind, writer, runner, settings)
         adapter.sequence_prefix = sequence_prefix(manifest, rank)
+        adapter.chunks = len(subject.chunks)
         if sketches is None:
             store_weights(subject, writer, adapter, settings)
         for weight in sketches() if sketches is not None else ():

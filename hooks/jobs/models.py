@@ -8,6 +8,7 @@ of their own.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,37 +19,40 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from probe.hooks import debugger
+from probe.hooks.engines.transformers import bind_arguments
+from probe.hooks.jobs.generation import Generation, is_followed, stops_of
 from probe.hooks.jobs.log import note, trouble
+from probe.hooks.jobs.optimizers import OptimizerSteps
 from probe.hooks.jobs.recorder import Recorder
 from probe.hooks.jobs.session import session
-from probe.hooks.jobs.trail import Trail
 from probe.hooks.wrappers import recomputing, unwrap
 from probe.settings import STAGES
 
 ROLLOUT, ACTOR, REFERENCE = STAGES[:3]
 ENGINES_OWN = ("vllm", "sglang")
 """Attention implementations of models that an inference engine runs, which has a patch of its own."""
+GRAPHS = ("cuda", "npu", "xpu")
+"""Modules of torch whose devices capture graphs; nothing may be copied to the host meanwhile."""
+KEPT_LOGITS = ("logits_to_keep", "num_logits_to_keep")
+"""Arguments that say of which positions a model returns logits."""
 
 
 class _Here(threading.local):
-    """What this thread is in: a model's call, and a ``generate`` with its recorder."""
+    """What this thread is in: a model's call, and a ``generate``."""
 
     inside = False
-    generation: _Generation | None = None
-
-
-class _Generation:
-    """One call of ``generate``: the recorder that its first forward begins, and what the forwards showed."""
-
-    def __init__(self, stops: frozenset[int]) -> None:
-        self.recorder: Recorder | None = None
-        self.stops = stops
-        self.trail = Trail()
-        self.order: list[int] = []
-        self.known = False
+    generation: Generation | None = None
 
 
 _here = _Here()
+_owners: list[type] = []
+"""Classes of language models whose calls are patched."""
+_trained: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models that were called with gradients."""
+_passed_over: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Compiled modules that are no language models."""
+_failures: set[tuple[str, str]] = set()
+"""Functions of ours that failed, each with the type of its exception."""
 
 
 # -- patches -----------------------------------------------------------------------------------------------------------
@@ -56,20 +60,18 @@ _here = _Here()
 
 def patch_transformers(module: ModuleType) -> None:
     """Patch ``transformers.modeling_utils``: calls of every model."""
-    _patch_call(module.PreTrainedModel)
-    _prepare()
+    _patch_models(module.PreTrainedModel)
+    _patch_compiling(module.PreTrainedModel)
 
 
 def patch_peft(module: ModuleType) -> None:
     """Patch PEFT's model, which runs the adapted model's ``forward`` past its class's ``__call__``."""
-    _patch_call(module.PeftModel)
-    _prepare()
+    _patch_models(module.PeftModel)
 
 
 def patch_megatron(module: ModuleType) -> None:
     """Patch Megatron's language module: calls of every model, or of a pipeline stage of one."""
-    _patch_call(module.LanguageModule)
-    _prepare()
+    _patch_models(module.LanguageModule)
 
 
 def patch_compiled(module: ModuleType) -> None:
@@ -88,12 +90,13 @@ def patch_generation(module: ModuleType) -> None:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _here.generation is not None or _here.inside or not _keep_job_safe(_records, self):
             return original(self, *args, **kwargs)
-        if not _keep_job_safe(_plain, self, kwargs):
+        if not _keep_job_safe(is_followed, self, args, kwargs):
             return _alone(original, self, *args, **kwargs)
-        current = _here.generation = _Generation(_keep_job_safe(_stops, self, kwargs) or frozenset())
+        current = Generation(unwrap(self), _keep_job_safe(stops_of, self, args, kwargs) or frozenset())
+        _here.generation = current
         try:
             output = original(self, *args, **kwargs)
-            _keep_job_safe(_end_generation, self, current, output)
+            _keep_job_safe(Generation.store, current, output)
             return output
         finally:
             _here.generation = None
@@ -105,44 +108,70 @@ def patch_generation(module: ModuleType) -> None:
     owner.generate = generate
 
 
-def _prepare() -> None:
-    """Do once what every model's recording needs: count optimizer steps, make way for a script's own debugger."""
-    if _stand_aside in debugger.on_created:
-        return
-    debugger.on_created.append(_stand_aside)
-    register_optimizer_step_post_hook(_Steps().stepped)
+def _patch_models(owner: type) -> None:
+    """Patch a class of language models; count optimizer steps, make way for a script's own debugger."""
+    _patch_call(owner)
+    if owner not in _owners:
+        _owners.append(owner)
+    if _stand_aside not in debugger.on_created:
+        debugger.on_created.append(_stand_aside)
+        register_optimizer_step_post_hook(OptimizerSteps(_count_step).stepped)
+    if debugger.created:
+        _stand_aside()
 
 
-class _Steps:
-    """Counts optimizer steps: the step of jobs whose trainer does not say it."""
-
-    def __init__(self) -> None:
-        self._taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._furthest = 0
-
-    def stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Note a step; of several optimizers that each step once, the first one counts."""
-        taken = self._taken[optimizer] = self._taken.get(optimizer, 0) + 1
-        if taken > self._furthest:
-            self._furthest = taken
-            _keep_job_safe(lambda: session().clock.count())
-
-
-def _patch_call(owner: Any) -> None:
-    original = owner.__call__
-    if getattr(original, "probe_patched", False):
+def _patch_compiling(owner: Any) -> None:
+    """Note when a ``generate`` compiles the model for its decode steps: no forward of them is seen."""
+    original = getattr(owner, "get_compiled_call", None)
+    if original is None or getattr(original, "probe_patched", False):
         return
 
     @functools.wraps(original)
+    def get_compiled_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled = original(self, *args, **kwargs)
+        if _here.generation is not None and compiled != self.__call__:
+            _here.generation.compiled = True
+        return compiled
+
+    get_compiled_call.probe_patched = True  # type: ignore[attr-defined]
+    owner.get_compiled_call = get_compiled_call
+
+
+def _count_step() -> None:
+    _keep_job_safe(lambda: session().clock.count())
+
+
+def _patch_call(owner: Any) -> None:
+    own = vars(owner).get("__call__")
+    if getattr(own, "probe_patched", False):
+        return
+
+    @functools.wraps(owner.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(self, *args, **kwargs)
-        if _here.inside or torch.jit.is_tracing() or recomputing():
-            return original(self, *args, **kwargs)
-        return _alone(_recorded, functools.partial(original, self), self, args, kwargs)
+        # what a base class has is looked up now: torch.fx and others put theirs in the place of nn.Module's
+        original = super(owner, self).__call__ if own is None else functools.partial(own, self)
+        if torch.compiler.is_compiling() or _here.inside or _untouchable():
+            return original(*args, **kwargs)
+        return _alone(_recorded, original, self, args, kwargs)
 
     call.probe_patched = True  # type: ignore[attr-defined]
     owner.__call__ = call
+
+
+def _untouchable() -> bool:
+    """Tell whether a call must not be touched now: it is traced, a backward repeats it, or a graph is captured."""
+    if torch.jit.is_tracing() or recomputing():
+        return True
+    tracing = sys.modules.get("torch.fx._symbolic_trace")
+    if tracing is not None and getattr(tracing, "_is_fx_tracing_flag", False):
+        return True
+    for name in GRAPHS:
+        device = getattr(torch, name, None)
+        capturing = getattr(device, "is_current_stream_capturing", None)
+        if device is not None and capturing is not None and device.is_initialized() and capturing():
+            note("calls that are captured as a graph, and what the graph replays, are not recorded")
+            return True
+    return False
 
 
 # -- a call ------------------------------------------------------------------------------------------------------------
@@ -153,10 +182,10 @@ def _recorded(original: Callable[..., Any], model: Any, args: Any, kwargs: Any) 
     recorder = _keep_job_safe(_begin, model)
     if recorder is None:
         return original(*args, **kwargs)
-    rows = recorder.rows_before(getattr(model, "_orig_mod", model), args, kwargs)
     try:
+        rows = recorder.rows_before(getattr(model, "_orig_mod", model), args, kwargs)
         output = original(*args, **kwargs)
-        _keep_job_safe(_note_tokens, recorder, rows, output)
+        _keep_job_safe(_note_tokens, recorder, rows, output, _keeps_last(model, args, kwargs))
         return output
     finally:
         if _here.generation is None:
@@ -174,14 +203,20 @@ def _alone(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _begin(model: Any) -> Recorder | None:
     """Begin a pass of a model, None where it is not recorded."""
+    running = _here.generation
+    if running is not None:
+        if unwrap(getattr(model, "_orig_mod", model)) is not running.model:
+            note(f"{type(model).__name__} is called inside another model's generate, so it is not recorded there")
+            return None
+        if running.asked:  # whether it is recorded was settled with its first forward
+            return running.recorder if running.recorder is not None and running.recorder.file is not None else None
+        running.asked = True
     if not _records(model):
         return None
     inner = unwrap(getattr(model, "_orig_mod", model))
-    running = _here.generation
-    if running is not None and running.recorder is not None:
-        return running.recorder
-    here = session()
-    recorder = here.recorder(_stage(inner), _outer(model), plain=True)
+    recorder = session().recorder(_stage(inner), _outer(model), plain=True)
+    if running is not None and running.compiled:
+        recorder.tokens_only("generate compiles the model's decode steps (cache_implementation, compile_config)")
     if not recorder.begin():
         return None
     if running is not None:
@@ -192,12 +227,19 @@ def _begin(model: Any) -> Recorder | None:
 
 def _stage(model: Any) -> str:
     """Return the stage of a call: as the environment says, else what the call is part of."""
-    if session().settings.stage:
-        return session().settings.stage
+    here = session()
+    if here.settings.stage:
+        return here.settings.stage
     if _here.generation is not None:
         return ROLLOUT
-    first = session().first_plain(ACTOR)
-    if first is None or first is model or torch.is_grad_enabled():
+    first = here.first_plain(ACTOR)
+    if model not in _trained and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+        _trained.add(model)
+        if first is not None and first is not model and first not in _trained:
+            here.restage_plain(first, ACTOR, REFERENCE)  # it was evaluated before the model that is trained was called
+            here.restage_plain(model, REFERENCE, ACTOR)
+            return ACTOR
+    if first is None or first is model or model in _trained:
         return ACTOR
     return REFERENCE  # a second model that is only evaluated
 
@@ -216,32 +258,57 @@ def _records(model: Any) -> bool:
         return False
     if getattr(getattr(inner, "config", None), "_attn_implementation", None) in ENGINES_OWN:
         return False
-    if next((p.device.type for p in inner.parameters()), "meta") == "meta":
+    if hasattr(model, "_orig_mod") and not isinstance(inner, tuple(_owners)):
+        _say_held(model, inner)
+        return False
+    devices = {p.device.type for p in _to_look_at(inner)}
+    if "meta" in devices:
+        note(f"{type(inner).__name__} has parameters on the meta device (offloaded, or not loaded): it is not recorded")
         return False
     head = getattr(inner, "get_output_embeddings", None)
     if head is not None and head() is None:
         note(f"{type(inner).__name__} has no output embeddings, so it is not recorded")
         return False
-    return True
+    return bool(devices)
 
 
-def _note_tokens(recorder: Recorder, before: Any, output: Any) -> None:
+def _to_look_at(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters whose devices tell where all are: the first, unless something moves them about."""
+    found = iter(model.parameters())
+    moved = hasattr(model, "_hf_hook") or hasattr(model, "hf_device_map")
+    return [*found] if moved else [p for p in (next(found, None),) if p is not None]
+
+
+def _say_held(compiled: Any, inner: torch.nn.Module) -> None:
+    """Say once of a compiled module that language models in it run out of sight; others are nobody's business."""
+    if compiled in _passed_over:
+        return
+    _passed_over.add(compiled)
+    held = next((type(m).__name__ for m in inner.modules() if isinstance(m, tuple(_owners))), None)
+    if held is not None:
+        trouble(f"{held} inside a compiled {type(inner).__name__} is not recorded: compile the model alone, or nothing")
+
+
+def _keeps_last(model: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether the logits that a call returns are those of all, or of the last, positions."""
+    if not any(isinstance(value, torch.Tensor) for value in (*args[3:], *(kwargs.get(n) for n in KEPT_LOGITS))):
+        return True
+    named = _keep_job_safe(bind_arguments, model, args, kwargs) or {}
+    return not any(isinstance(named.get(name), torch.Tensor) for name in KEPT_LOGITS)
+
+
+def _note_tokens(recorder: Recorder, before: Any, output: Any, keeps_last: bool) -> None:
     """Take on the ids and log-probs of a forward that has ended."""
     rows = before if before is not None else recorder.rows_after()
     if rows is None:
         return
-    logits = _logits(recorder, output)
-    running = _here.generation
-    if running is not None:
-        running.trail.add(rows, logits)
-        if not running.known:
-            running.known = True
-            running.order = rows.grid["sequence"].max(axis=1).tolist()
+    logits = _logits(recorder, output) if keeps_last else None
+    if _here.generation is not None:
+        _here.generation.add(rows, logits)
         return
-    trail = Trail()
-    trail.add(rows, logits)
-    for number, trace in trail.traces.items():
-        recorder.add_known(number, trace.tokens(), trace.logprobs())
+    named = output if isinstance(output, dict) else getattr(output, "__dict__", {})
+    cached = named.get("past_key_values") is not None
+    recorder.add_forward(rows, logits, may_go_on=cached and not torch.is_grad_enabled())
 
 
 def _logits(recorder: Recorder, output: Any) -> torch.Tensor | None:
@@ -252,40 +319,6 @@ def _logits(recorder: Recorder, output: Any) -> torch.Tensor | None:
     if not isinstance(found, torch.Tensor) or type(found).__name__ == "DTensor" or not found.is_floating_point():
         return None
     return found if found.dim() == 3 and found.shape[2] >= recorder.vocab_size > 0 else None
-
-
-def _end_generation(model: Any, current: _Generation, output: Any) -> None:
-    """Store the sequences of a ``generate`` that is over, each up to the token with which it stopped."""
-    recorder = current.recorder
-    if recorder is None:
-        return
-    sequences = output if isinstance(output, torch.Tensor) else getattr(output, "sequences", None)
-    current.trail.finish(sequences, current.order, current.stops)
-    for number, trace in current.trail.traces.items():
-        tokens, logprobs = trace.tokens(), trace.logprobs()
-        first = recorder.prompt_len(number)
-        length = next((n + 1 for n in range(first, len(tokens)) if tokens[n] in current.stops), len(tokens))
-        recorder.add_known(number, tokens[:length], logprobs[:length])
-
-
-def _stops(model: Any, kwargs: dict[str, Any]) -> frozenset[int]:
-    """Return the ids with which a ``generate`` ends a sequence."""
-    configs = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
-    given = [kwargs.get("eos_token_id"), *(getattr(config, "eos_token_id", None) for config in configs)]
-    found = next((ids for ids in given if ids is not None), ())
-    if isinstance(found, torch.Tensor):
-        found = found.reshape(-1).tolist()
-    return frozenset(int(number) for number in (found if isinstance(found, list | tuple) else [found]))
-
-
-def _plain(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a ``generate`` goes on with the same sequence in each row of its batch."""
-    config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
-    beams = kwargs.get("num_beams") or getattr(config, "num_beams", 1) or 1
-    odd = beams > 1 or any(kwargs.get(name) is not None for name in ("assistant_model", "prompt_lookup_num_tokens"))
-    if odd:
-        trouble("rollout: a generate with beams or an assistant is not recorded: it swaps the rows of its batch")
-    return not odd
 
 
 # -- standing aside ----------------------------------------------------------------------------------------------------
@@ -301,14 +334,20 @@ def _stand_aside() -> None:
     """Leave the recording, and the names of files, to a PrecisionDebugger that the script has made."""
     if not _Aside.stands:
         _Aside.stands = True
-        session().discard_plain()
+        _keep_job_safe(lambda: session().discard_plain())
         note("the script has a PrecisionDebugger of its own: only what it records is recorded")
 
 
 def _keep_job_safe(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of ours; its failure is one line, and None."""
+    """Call a function of ours; its failure stops the recorder, is said once for each kind, and the result is None."""
     try:
         return function(*args)
     except Exception as error:
-        trouble(f"a call is not recorded ({' '.join(f'{type(error).__name__}: {error}'.split())})")
+        recorder = args[0].recorder if args and isinstance(args[0], Generation) else args[0] if args else None
+        kind = getattr(function, "__name__", ""), type(error).__name__
+        if isinstance(recorder, Recorder):
+            recorder.stop(error)
+        elif kind not in _failures:
+            _failures.add(kind)
+            trouble(f"a call is not recorded ({' '.join(f'{type(error).__name__}: {error}'.split())})")
         return None

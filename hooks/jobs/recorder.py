@@ -7,6 +7,7 @@ to what still works, tokens instead of tensors, or to nothing.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,11 +21,12 @@ import torch
 from probe.errors import CaptureError, ProbeError
 from probe.hooks.attach import subject_of
 from probe.hooks.engines.transformers import bind_arguments
-from probe.hooks.jobs.files import TENSOR, TOKENS, StepFile, open_step
-from probe.hooks.jobs.log import trouble
+from probe.hooks.jobs.files import TENSOR, TOKENS, StepFile, is_taken, open_step
+from probe.hooks.jobs.log import note, trouble
+from probe.hooks.jobs.trail import Continued, Trace
 from probe.hooks.rows import Announced, CallRows
 from probe.hooks.wrappers import refuse_compiled, unwrap
-from probe.store.schema import RL, RL_COLUMNS, RL_KEPT, ROW, RowSegment, WeightSketch
+from probe.store.schema import WeightSketch
 
 if TYPE_CHECKING:
     from probe.hooks.jobs.session import Session
@@ -65,8 +67,15 @@ class Recorder:
         self._about: dict[str, Any] = {}
         self._file: StepFile | None = None
         self.plain = self._stopped = self._hooked = False
+        self._taken: int | None = None
+        """The step that an earlier run recorded already."""
         self._busy = 0
         self._lock = threading.RLock()
+        self._thread: int | None = None
+        """The thread whose pass runs."""
+        self._continued = Continued()
+        self.turn = 0
+        """How many other models were recorded under this stage before."""
 
     # -- a pass --------------------------------------------------------------------------------------------------------
 
@@ -76,10 +85,14 @@ class Recorder:
 
     @_harmless
     def _begin(self) -> bool:
+        if self.session.pid != os.getpid():
+            return False  # a forked child must not touch its parent's file
+        if self._is_elsewhere():
+            return False
         step = self.session.step
         if self._file is not None and self._file.step != step:
             self.close()
-        if self._stopped or not self.session.records(self.stage, step):
+        if self._stopped or step == self._taken or not self.session.records(self.stage, step):
             return False
         if self._file is None:
             self._open(step)
@@ -87,7 +100,20 @@ class Recorder:
         if file is not None and file.capture is not None and not self._hooked:
             file.capture.attach(self.model)
             self._hooked = True
+        if file is not None:
+            self._thread = threading.get_ident()
+            if file.capture is not None:
+                file.capture.thread = self._thread
         return file is not None
+
+    def _is_elsewhere(self) -> bool:
+        """Tell whether another thread is in the middle of a pass: this one's is then not recorded."""
+        if self._thread in (None, threading.get_ident()):
+            return False
+        if all(thread.ident != self._thread for thread in threading.enumerate()):
+            return False  # it has ended without a word
+        note(f"{self.stage}: threads call the model at the same time: one pass is recorded, not those beside it")
+        return True
 
     @_harmless
     def announce(self, sequences: Sequence[Announced]) -> None:
@@ -110,6 +136,7 @@ class Recorder:
 
         That is for passes that follow one another quickly (decode steps): :meth:`flush` when the last one is over.
         """
+        self._thread = None
         if flush:
             self.flush()
 
@@ -130,6 +157,7 @@ class Recorder:
         if file is None:
             return
         self._unhook()
+        self._add_traces(self._continued.finish())
         self._file = None
         file.complete()
         self.session.watch()
@@ -158,6 +186,20 @@ class Recorder:
             self._file = None
             file.writer.discard()
 
+    @_harmless
+    def restage(self, stage: str) -> None:
+        """Record under another stage from now on; the open file moves there."""
+        self.stage = stage
+        file = self._file
+        if file is not None:
+            file.manifest["stage"] = stage
+            file.writer.move(self.session.folder / stage / f"step{file.step}", file.manifest)
+
+    @_harmless
+    def stop(self, error: Exception) -> None:
+        """Record nothing more, for what a caller of this recorder ran into."""
+        raise error
+
     # -- what the caller knows -----------------------------------------------------------------------------------------
 
     @property
@@ -177,6 +219,11 @@ class Recorder:
         if any(part is None for part in parts):
             raise CaptureError("the model that was recorded is gone")
         return [part for part in parts if part is not None]
+
+    @property
+    def is_orphan(self) -> bool:
+        """Tell whether the job has dropped the model."""
+        return any(part() is None for part in self._models)
 
     @property
     def inner(self) -> torch.nn.Module | None:
@@ -282,6 +329,19 @@ class Recorder:
         file.list_sequence(number, np.asarray(tokens, np.int64), recomputed=logprobs)
 
     @_harmless
+    def add_forward(self, rows: CallRows, logits: torch.Tensor | None, *, may_go_on: bool) -> None:
+        """Store what a forward showed (see Trail.add); of sequences that others may go on with, once these are over."""
+        self._add_traces(self._continued.add(rows, logits, may_go_on=may_go_on))
+
+    def _add_traces(self, traces: dict[int, Trace]) -> None:
+        for number, trace in traces.items():
+            self.add_known(number, trace.tokens(), trace.logprobs())
+            if 0 not in trace.ids:
+                note(
+                    f"{self.stage}: a forward goes on with sequences that began elsewhere; their ids are not all stored"
+                )
+
+    @_harmless
     def add_rl(self, uid: str, column: str, values: Any, *, prompt_len: int, sample: int = 0) -> None:
         """Store what the trainer knows of each response token: floats [response], the k-th of token prompt_len + k.
 
@@ -290,20 +350,15 @@ class Recorder:
         file = self._file
         if file is None:
             return
-        known = (*RL_COLUMNS, *RL_KEPT)
-        if column not in known:
-            raise CaptureError(f"{column!r} is no column of a trainer", f"use {', '.join(known)}")
         found = torch.as_tensor(values).detach().to("cpu", torch.float64).numpy()
-        about = Announced(uid, prompt_len=prompt_len, sample=sample)
-        number = file.adapter.book.number(about, length=prompt_len + len(found))
-        rows = np.zeros(len(found), ROW)
-        rows["sequence"], rows["position"] = number, prompt_len + np.arange(len(found))
-        rows["token"] = rows["call"] = -1
-        file.writer.append(RL, column, found, "float64", RowSegment(rows))
+        file.list_rl(Announced(uid, prompt_len=prompt_len, sample=sample), column, found)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def _open(self, step: int) -> None:
+        if is_taken(self.session.folder, self.stage, step):
+            self._taken = step
+            return
         subject = subject_of(self.model if self.runner is None else self.model[0], self.runner)
         if self.task == TENSOR:
             try:
@@ -314,6 +369,11 @@ class Recorder:
         self._file = open_step(
             self.session.folder, self.stage, step, subject, settings, self._about, self.sketches, self._stop
         )
+        if self.turn:
+            name = f"m{self.turn}."
+            self._file.adapter.sequence_prefix = name + self._file.adapter.sequence_prefix
+            kind = type(unwrap(subject.chunks[0])).__name__
+            note(f"{self.stage}: several models run as this; the sequences of this {kind} are named {name}s0 and so on")
         self.session.watch()
 
     def _unhook(self) -> None:

@@ -15,6 +15,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from probe.hooks.jobs.run import holds_earlier, is_earlier
+
+ROLLOUT = "rollout"
 Ids = Sequence[int] | np.ndarray
 
 
@@ -41,27 +44,45 @@ class Selection:
         self._expected: frozenset[int] | None = None
 
     def expect(self, sequences: Sequence[tuple[Ids, int]]) -> None:
-        """Choose among all sequences of the pass, each (ids, prompt length), before any of them runs."""
-        mine = self.chosen([ids[:length] for ids, length in sequences], [ids for ids, _ in sequences])
-        self._expected = frozenset(hash_of(ids) for (ids, _), wanted in zip(sequences, mine) if wanted)
+        """Choose among all sequences of a pass, each (ids, prompt length), before any of them runs.
 
-    def chosen(self, prompts: Sequence[Ids], wholes: Sequence[Ids] | None = None) -> list[bool]:
+        Earlier passes of the same step have taken their part of the number; what a rollout noted comes before it.
+        """
+        known, noted = self._expected or frozenset(), self.noted()
+        if any(hash_of(ids) in noted for ids, _ in sequences):
+            left = self.seqs - len(known & noted)
+        else:
+            left = 0 if known & noted else self.seqs - len(known)
+        prompts, wholes = [ids[:length] for ids, length in sequences], [ids for ids, _ in sequences]
+        mine = self.chosen(prompts, wholes, known=known, most=left)
+        self._expected = known | {hash_of(ids) for (ids, _), wanted in zip(sequences, mine) if wanted}
+
+    def chosen(
+        self,
+        prompts: Sequence[Ids],
+        wholes: Sequence[Ids] | None = None,
+        *,
+        known: frozenset[int] = frozenset(),
+        most: int | None = None,
+    ) -> list[bool]:
         """Tell for each sequence of a whole batch whether it is chosen; ``wholes`` are prompts with responses.
 
-        Where several responses to a prompt are known, the smallest hash of all the ids comes first.
+        Where several responses to a prompt are known, the smallest hash of all the ids comes first. At most ``most``
+        besides those whose hash is ``known``, which need not be chosen again.
         """
         if not self.seqs:
             return [True] * len(prompts)
         whole = [hash_of(ids) for ids in (prompts if wholes is None else wholes)]
         noted = self.noted()
         pool = [n for n in range(len(prompts)) if whole[n] in noted] or list(range(len(prompts)))
+        pool = [n for n in pool if whole[n] not in known]
         samples: Counter[int] = Counter()
         keys = []
         for number in sorted(pool, key=lambda n: (whole[n], n)):
             prompt = hash_of(prompts[number])
             keys.append((samples[prompt], prompt, number))
             samples[prompt] += 1
-        wanted = {number for _, _, number in sorted(keys)[: self.seqs]}
+        wanted = {number for _, _, number in sorted(keys)[: max(0, self.seqs if most is None else most)]}
         return [number in wanted for number in range(len(prompts))]
 
     def admit(self, sequences: Sequence[tuple[Ids, Ids | None]]) -> list[bool]:
@@ -115,6 +136,8 @@ class Selection:
         if self._noted is None:
             found: list[str] = []
             if self._follows and self.folder is not None and self.folder.is_dir():
-                found = [path.name for path in self.folder.iterdir()]
+                # what an earlier run noted counts as long as its rollout is there to be compared with
+                all_count = holds_earlier(self.folder.parent.parent / ROLLOUT / self.folder.name)
+                found = [path.name for path in self.folder.iterdir() if all_count or not is_earlier(path)]
             self._noted = frozenset(int(name, 16) for name in found if len(name) == 16)
         return self._noted

@@ -21,6 +21,7 @@ import torch
 from probe.hooks.debugger import global_rank
 from probe.hooks.jobs.files import TOKENS
 from probe.hooks.jobs.recorder import Recorder
+from probe.hooks.jobs.run import run_id
 from probe.hooks.jobs.steps import StepClock
 from probe.hooks.wrappers import unwrap
 from probe.settings import Settings, job_settings
@@ -42,6 +43,7 @@ class Session:
     """
 
     def __init__(self, settings: Settings) -> None:
+        run_id()  # the run begins before anything of it is written
         self.settings = settings
         self.folder = Path(settings.dump_path)
         self.clock = StepClock(self.folder)
@@ -49,6 +51,7 @@ class Session:
         self.others = 0
         self._recorders: dict[tuple[str, int], Recorder] = {}
         self._first: dict[str, int] = {}
+        self._plain: dict[str, list[weakref.ref[Any]]] = {}
         self._claimed: weakref.WeakSet[Any] = weakref.WeakSet()
         atexit.register(self.close)  # after h5py's own handler, so that it runs before: exit handlers run backwards
         multiprocessing.util.Finalize(None, self.close, exitpriority=EXIT_PRIORITY)
@@ -90,9 +93,18 @@ class Session:
         if known is None or not known.serves(model):
             if known is not None:
                 known.close()
+            self._close_orphans()
             known = self._recorders[key] = Recorder(self, stage, model, runner=runner)
             known.plain = plain
+            known.turn = self._turn(stage, unwrap(parts[0])) if plain else 0
         return known
+
+    def _close_orphans(self) -> None:
+        """Complete the files of models that the job has dropped: they hold a descriptor each."""
+        for key, recorder in [*self._recorders.items()]:
+            if recorder.is_orphan:
+                recorder.close()
+                del self._recorders[key]
 
     def is_claimed(self, model: Any) -> bool:
         """Tell whether another patch records this model."""
@@ -102,6 +114,33 @@ class Session:
         """Return the first model that was recorded under a stage just because it was called, None before any."""
         mine = (r for (name, _), r in self._recorders.items() if name == stage and r.plain)
         return next((model for recorder in mine if (model := recorder.inner) is not None), None)
+
+    def _turn(self, stage: str, model: Any) -> int:
+        """Return how many other models were called under a stage before this one."""
+        models = self._plain.setdefault(stage, [])
+        here = next((number for number, known in enumerate(models) if known() is model), None)
+        if here is None:
+            here = len(models)
+            models.append(weakref.ref(model))
+        return here
+
+    def restage_plain(self, model: Any, stage: str, other: str) -> None:
+        """Move what was recorded of a model just because it was called from one stage to another.
+
+        Who is called next under the former stage is the first there; files that are complete stay where they are.
+        """
+        mine = {key: r for key, r in self._recorders.items() if key[0] == stage and r.plain and r.inner is model}
+        for key, recorder in mine.items():
+            del self._recorders[key]
+            self._recorders[other, key[1]] = recorder
+            recorder.restage(other)
+            recorder.turn = self._turn(other, model)
+        if mine:
+            self._plain[stage] = [known for known in self._plain.get(stage, []) if known() is not model]
+            if stage in self._first:
+                self._first.setdefault(other, self._first[stage])
+            if not any(name == stage for name, _ in self._recorders):
+                self._first.pop(stage, None)
 
     def discard_plain(self) -> None:
         """Take back what was recorded just because it was called, as far as its files are still open."""
@@ -178,8 +217,11 @@ class _Terminations:
             self._handler = None
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
+        called = signal.getsignal(number) != self._handler
         if _session is not None:
             _session.close_at_once()
+        if called:
+            return  # by a handler that came later, which says itself what becomes of the process
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -6,6 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from probe.hooks.jobs.run import is_earlier, run_id
+
 STEP_FILE = "step"
 
 
@@ -29,11 +31,12 @@ class StepClock:
 
     @property
     def said(self) -> int | None:
-        """Return what a trainer said, None where none did; the file is read each time, for it may have gone on."""
+        """Return what this run's trainer said, None where none did; the file is read anew, for it may have gone on."""
         if self._said is not None:
             return self._said
         try:
-            return int(self.path.read_text())
+            step, _, run = self.path.read_text().partition(" ")
+            return None if run.strip() != run_id() and is_earlier(self.path) else int(step)
         except (OSError, ValueError):
             return None
 
@@ -42,10 +45,10 @@ class StepClock:
         if step == self._said:
             return
         self._said = step
-        temporary = self.path.with_name(f".{STEP_FILE}.{os.getpid()}")
+        temporary = self.path.with_name(f".{STEP_FILE}.{os.getpid()}-{os.urandom(6).hex()}")
         with contextlib.suppress(OSError):  # others then count for themselves
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(f"{step}\n")
+            temporary.write_text(f"{step} {run_id()}\n")
             os.replace(temporary, self.path)
 
     def count(self) -> None:

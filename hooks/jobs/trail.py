@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,15 +36,17 @@ class Trace:
 
 
 class Trail:
-    """The sequences of one pass, by their number in the recorder's file."""
+    """The sequences of one pass, by their number in the recorder's file; ``width`` is that of the first forward."""
 
     def __init__(self) -> None:
         self.traces: dict[int, Trace] = {}
+        self.width = 0
 
     def add(self, rows: CallRows, logits: torch.Tensor | None) -> None:
         """Take on a forward: its rows [batch, position], its logits [batch, position or last ones, vocabulary]."""
         grid = rows.grid
         batch, length = grid.shape
+        self.width = self.width or length
         if logits is not None and (logits.dim() != 3 or logits.shape[0] != batch or not 0 < logits.shape[1] <= length):
             logits = None
         for row, column in np.argwhere(grid["sequence"] >= 0).tolist():
@@ -55,19 +58,31 @@ class Trail:
         if logits is not None:
             self._score_inside(grid, logits.detach())
 
-    def finish(self, sequences: torch.Tensor | None, order: list[int], stops: frozenset[int]) -> None:
-        """Score the last token of each sequence, which no forward was given: the last column of ``sequences``.
+    def finish(
+        self, sequences: torch.Tensor, order: list[int], stops: frozenset[int], prompt_len: Callable[[int], int]
+    ) -> bool:
+        """Take the responses from ``sequences`` [row, prompt and response], what a ``generate`` returned.
 
-        ``order`` lists the traces by row of the batch; one that had ended before (with one of ``stops``) got padding.
+        No forward was given their last tokens, and a compiled one shows none of its own. ``order`` lists the traces by
+        row of the batch; a response ends with one of ``stops`` or where the row ends, and what forwards were given
+        beyond that is nobody's. Tell whether tokens are missing that some forward must have been given.
         """
-        for row, number in enumerate(order[: 0 if sequences is None else len(sequences)]):
-            trace = self.traces.get(number)
-            if trace is None or trace.last is None or sequences is None:
-                continue
-            known = trace.tokens()
-            if trace.last[0] + 1 == len(known) and known[-1] not in stops:
-                trace.ids[len(known)] = int(sequences[row, -1])
-                self._score(trace, trace.ids[len(known)])
+        missed = False
+        for row, number in zip(sequences.detach().to("cpu", torch.int64).tolist(), order):
+            trace, first = self.traces.get(number), prompt_len(number)
+            if trace is None or not 0 < self.width <= len(row) or trace.ids.get(first - 1) != row[self.width - 1]:
+                continue  # its row holds no prompt, or another one
+            response = row[self.width :]
+            end = next((n + 1 for n, token in enumerate(response) if token in stops), len(response))
+            for position, token in enumerate(response[:end], first):
+                if position in trace.ids:
+                    continue
+                missed |= position + 1 < first + end
+                trace.ids[position] = token
+                if trace.last is not None and trace.last[0] + 1 == position:
+                    self._score(trace, token)
+            trace.ids = {position: token for position, token in trace.ids.items() if position < first + end}
+        return missed
 
     def _score(self, trace: Trace, token: int) -> None:
         assert trace.last is not None
@@ -95,6 +110,28 @@ class Trail:
         for row, column in np.argwhere(real & ~follows).tolist():
             cell = grid[row, column]
             self.traces[int(cell["sequence"])].last = int(cell["position"]), logits[row, column - first].clone()
+
+
+class Continued:
+    """The sequences of forwards that may be given more of them, over a cache that their caller keeps.
+
+    They are over when a forward has none of them, or when nobody is left to go on.
+    """
+
+    def __init__(self) -> None:
+        self._trail = Trail()
+
+    def add(self, rows: CallRows, logits: torch.Tensor | None, *, may_go_on: bool) -> dict[int, Trace]:
+        """Take on a forward (see :meth:`Trail.add`) and return the sequences that are over, by their number."""
+        here = np.unique(rows.grid["sequence"][rows.grid["sequence"] >= 0]).tolist()
+        over = {} if self._trail.traces.keys() & set(here) else self.finish()
+        self._trail.add(rows, logits)
+        return over if may_go_on else over | self.finish()
+
+    def finish(self) -> dict[int, Trace]:
+        """Return the sequences that were not over yet: nothing goes on with them."""
+        traces, self._trail = self._trail.traces, Trail()
+        return traces
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> list[float]:

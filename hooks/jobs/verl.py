@@ -26,6 +26,7 @@ from probe.hooks.jobs.log import note, trouble
 from probe.hooks.jobs.session import session
 from probe.hooks.jobs.verl_batch import (
     Rows,
+    Twins,
     packed_cells,
     read_rows,
     sequence_logprobs,
@@ -113,13 +114,14 @@ def _in_infer_batch(original: Any) -> Any:
 
 def _in_update(original: Any) -> Any:
     def train_mini_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        update = Update()
+        update = _safely(Update)
         token = _update.set(update)
         try:
             return original(self, *args, **kwargs)
         finally:
             _update.reset(token)
-            update.finish(self.engine)
+            if update is not None:
+                _safely(lambda: update.finish(self.engine))
 
     return train_mini_batch
 
@@ -128,16 +130,19 @@ def _in_pass(original: Any, *, forward_only: bool) -> Any:
     def run(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         running = _begin(self, data, forward_only)
         token = _pass.set(running)
-        session().others += 1
+        here = _safely(session)
+        if here is not None:
+            here.others += 1
         try:
             return original(self, data, *args, **kwargs)
         finally:
-            session().others -= 1
+            if here is not None:
+                here.others -= 1
             _pass.reset(token)
             if running is not None:
                 running.guarded(running.end)
                 if running.update is not None and running.update is not _update.get():
-                    running.update.finish(self)
+                    _safely(running.update.finish, self)
 
     return run
 
@@ -161,6 +166,15 @@ def _after_model(original: Any) -> Any:
         return found
 
     return prepare_model_outputs
+
+
+def _safely(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of ours; its failure is said once, and None."""
+    try:
+        return function(*args)
+    except Exception as error:
+        trouble(f"a pass of verl's engine is not recorded ({type(error).__name__}: {error})")
+        return None
 
 
 def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | None) -> Any:
@@ -212,6 +226,7 @@ class Pass:
         self.update = update
         self._seen: set[str] = update.seen if update is not None else set()
         self._current: tuple[Any, Rows | None] = (None, None)
+        self._shown, self._returned = Twins(), Twins()
         self._scored: list[tuple[Rows, Any]] = []
         self._columns: tuple[Rows, dict[str, list[np.ndarray]]] | None = None
         self._off = False
@@ -233,6 +248,7 @@ class Pass:
         rows = read_rows(batch)
         if rows is None:
             return
+        self._shown, self._returned = Twins(rows), Twins(rows)
         if self.tensors:
             self.recorder.expect(list(zip(rows.tokens, rows.prompt_lens)))
         if self.update is not None and self.engine.is_mp_src_rank_with_outputs():
@@ -243,6 +259,7 @@ class Pass:
         rows = self._rows(batch)
         if rows is None or not self.tensors:
             return
+        rows = rows.numbered(self._shown)
         self.recorder.announce(rows.announced())
         cells = _cells(self.engine, batch, rows)
         adapter = self.recorder.adapter
@@ -254,7 +271,7 @@ class Pass:
         log_probs = outputs.get("log_probs") if isinstance(outputs, dict) else None
         rows = self._rows(batch)
         if rows is not None and log_probs is not None and self.engine.is_mp_src_rank_with_outputs():
-            self._scored.append((rows, log_probs.detach().clone()))
+            self._scored.append((rows.numbered(self._returned), log_probs.detach().clone()))
 
     def end(self) -> None:
         """Write log-probs and the trainer's columns of the sequences that this update has not shown yet; unhook."""

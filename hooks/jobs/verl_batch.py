@@ -8,7 +8,7 @@ A batch is a TensorDict whose ``input_ids`` is a nested (jagged) tensor, one row
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -32,13 +32,42 @@ RL_KEYS = {
 made."""
 
 
+class Twins:
+    """Tells rows of equal uid and ids apart by a number, in the order in which the micro-batches of a pass show them.
+
+    They are the same computation, so that it does not matter which is which. A model's chunks each see every
+    micro-batch: what goes beyond the ``whole`` batch's rows is numbered from the first on again.
+    """
+
+    def __init__(self, whole: Rows | None = None) -> None:
+        self._most = Counter(whole.keys) if whole is not None else Counter[str]()
+        self._met = Counter[str]()
+
+    def names(self, keys: list[str]) -> list[str]:
+        """Return a name for each of the next rows."""
+        found = []
+        for key in keys:
+            number = self._met[key] % self._most[key] if self._most[key] else self._met[key]
+            self._met[key] += 1
+            found.append(f"{key}.{number + 1}" if number else key)
+        return found
+
+
 @dataclass(frozen=True)
 class Rows:
-    """The sequences of a batch: a name that no other sequence of the job has, all ids, and the prompt's length."""
+    """The sequences of a batch: a name that no other sequence of the job has, all ids, and the prompt's length.
+
+    ``keys`` are the names without what tells rows of equal uid and ids apart.
+    """
 
     names: list[str]
     tokens: list[np.ndarray]
     prompt_lens: list[int]
+    keys: list[str]
+
+    def numbered(self, twins: Twins) -> Rows:
+        """Return the rows of a micro-batch under the names that they have in the whole batch."""
+        return replace(self, names=twins.names(self.keys))
 
     def announced(self) -> list[Announced]:
         """Return the rows as adapters are told of them."""
@@ -52,18 +81,16 @@ def read_rows(batch: Any) -> Rows | None:
     """Return the sequences of a batch, None where it holds no token ids.
 
     A name is the row's ``uid`` and a hash of its ids: samples of one prompt share the uid, ranks and passes see them in
-    other orders. Rows of equal uid and ids get a number too: they are the same computation, and told apart.
+    other orders. Rows of equal uid and ids get a number too (:class:`Twins`).
     """
     tokens = _tokens(batch)
     if tokens is None:
         return None
-    uids, times = _uids(batch, len(tokens)), Counter[str]()
-    names = []
-    for uid, ids in zip(uids, tokens):
-        name = f"{uid}.{hash_of(ids) & 0xFFFFFFFF:08x}" if uid else f"{hash_of(ids):016x}"
-        times[name] += 1
-        names.append(name if times[name] == 1 else f"{name}.{times[name]}")
-    return Rows(names, tokens, _prompt_lens(batch, [len(ids) for ids in tokens]))
+    uids = _uids(batch, len(tokens))
+    keys = [
+        f"{uid}.{hash_of(ids) & 0xFFFFFFFF:08x}" if uid else f"{hash_of(ids):016x}" for uid, ids in zip(uids, tokens)
+    ]
+    return Rows(Twins().names(keys), tokens, _prompt_lens(batch, [len(ids) for ids in tokens]), keys)
 
 
 def temperature_of(batch: Any) -> float | None:

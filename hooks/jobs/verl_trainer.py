@@ -3,11 +3,16 @@
 Both trainers of verl 0.9 (``RayPPOTrainer`` and those of ``trainer.ppo.v1``) tell their ``SkipManager`` each training
 step when it begins, after they have set it up; that is before they validate. Validation rolls out too, and nothing of
 it is recorded: the step is then negative.
+
+Trainers of ``verl.experimental`` whose rollouts have devices of their own keep no SkipManager informed, but begin each
+step with ``_fit_start_profile``. The fully asynchronous one has its rollouter set up a SkipManager: what that generates
+before the first training step is for that step.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +20,12 @@ from probe.hooks.jobs.log import trouble
 from probe.hooks.jobs.session import session
 from probe.hooks.jobs.verl import wrap
 
-NOT_TRAINING = -1
+NOT_TRAINING, FIRST = -1, 1
+ROLLOUTER = "fully_async_rollouter"
+LAGS = (
+    "verl's fully asynchronous trainer: sequences are generated before the step that trains on them, so rollout and "
+    "logprob of one step may share few; name several steps (PROBE_STEPS=1,2,3), or record all with PROBE_TASK=tokens"
+)
 
 
 def patch_steps(module: ModuleType) -> None:
@@ -34,11 +44,31 @@ def patch_validation(module: ModuleType) -> None:
             wrap(cls, "_validate", _in_validation)
 
 
+def patch_separate(module: ModuleType) -> None:
+    """Wrap how each step begins in the trainers that derive from ``SeparateRayPPOTrainer``."""
+    if not wrap(module.SeparateRayPPOTrainer, "_fit_start_profile", _in_step):
+        trouble(f"{module.__name__} begins its steps in another way: the recording does not know them; tell us")
+
+
+def _in_step(original: Any) -> Any:
+    def _fit_start_profile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _advance(getattr(self, "global_steps", None))
+        return original(self, *args, **kwargs)
+
+    return _fit_start_profile
+
+
 def _saying(original: Any, name: str) -> Any:
     @functools.wraps(original)
     def said(cls: type, *args: Any, **kwargs: Any) -> Any:
         found = original(cls, *args, **kwargs)
-        _advance(NOT_TRAINING if name == "init" else args[0] if args else kwargs.get("step"))
+        step = args[0] if args else kwargs.get("step")
+        if name == "init":
+            ahead = sys._getframe(1).f_globals.get("__name__", "").endswith(ROLLOUTER)
+            step = FIRST if ahead else NOT_TRAINING
+            if ahead:
+                trouble(LAGS)
+        _advance(step)
         return found
 
     said._probe_wraps = True  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from probe.hooks import debugger
 from probe.hooks.engines.vllm_model_runner import backends_of, model_of
 from probe.hooks.engines.vllm_requests import Ended, RequestLedger, places_of
 from probe.hooks.engines.vllm_weights import loaded_sketches, mark_outdated, sketch_before_repacking
@@ -105,6 +106,10 @@ class RunnerRecording:
             if hasattr(owner, name):
                 self._undo.append(wrap_method(owner, name, wrapper))
         atexit.register(_close, weakref.ref(self))
+        if _stand_aside not in debugger.on_created:
+            debugger.on_created.append(_stand_aside)
+        if debugger.created:
+            self.stand_aside()
 
     # -- what is wrapped ----------------------------------------------------------------------------------------------
 
@@ -203,12 +208,15 @@ class RunnerRecording:
         if self.recorder is None or any(new.req_id.startswith(WARM_UP) for new in output.scheduled_new_reqs):
             return
         self._take_arrived()
+        ended = list(self.ledger.finish(output.finished_req_ids))
         if self.recording:
-            self._write(self.ledger.finish(output.finished_req_ids))
+            self._write(ended)
+            if self.recorder.adapter is not None:
+                self.recorder.adapter.forget(output.finished_req_ids)
         if not output.num_scheduled_tokens:
             self._rest()
             return
-        self._count_update()
+        self._count_update(output)
         self._begin(output)
         if not self.recording:
             return
@@ -221,12 +229,13 @@ class RunnerRecording:
             started = {new.req_id: int(new.num_computed_tokens) for new in output.scheduled_new_reqs}
             adapter.begin_pass(dict(output.num_scheduled_tokens), started, pieces)
 
-    def _count_update(self) -> None:
+    def _count_update(self, output: Any) -> None:
         """Count a weight update; those before the first pass are how the engine got its first weights."""
         updated, self._updated = self._updated, False
         if updated and self._served:
             self.version += 1
-            self._write(self.ledger.renew(self.version))
+            places = places_of(output, ahead=self._ahead)
+            self._write(self.ledger.renew(self.version, places, getattr(self.runner, "requests", {})))
             self._close_file()  # what newer weights run goes into a file of its own, beside their sketches
         self._served = True
 
@@ -315,6 +324,17 @@ class RunnerRecording:
                 weight_version=sequence.piece.version,
             )
 
+    def stand_aside(self) -> None:
+        """Record nothing more, and take back the open file: the script records this engine by itself."""
+        self._safely(self._discard)
+        self._off = True
+
+    def _discard(self) -> None:
+        self.recording = False
+        note("the script has a PrecisionDebugger of its own: what vLLM runs in this process is left to it")
+        if self.recorder is not None:
+            self.recorder.discard()
+
     def close(self) -> None:
         """Write what is unfinished and complete the file: the worker shuts down."""
         self._safely(self._close)
@@ -332,6 +352,11 @@ class RunnerRecording:
 
 
 _recordings: weakref.WeakSet[RunnerRecording] = weakref.WeakSet()
+
+
+def _stand_aside() -> None:
+    for recording in [*_recordings]:
+        recording.stand_aside()
 
 
 def _sketches_wanted() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from probe.hooks.runners.job import TokenSequence
 TEXT_KEYS = ("text", "prompt")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 UNLIMITED = 10**30
-SAMPLING_KEYS = ("temperature", "top_p")
+SAMPLING_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: value >= 0, ">= 0"),
+    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+}
 TOKEN_KEYS = ("token_ids", "prompt_token_ids", "tokens")
 
 
@@ -65,7 +69,7 @@ def read_sequences(path: Path) -> list[ListedSequence]:
             raise PromptsError(f"{where}: 'prompt_len' is {prompt_len} of {len(tokens)} tokens", "use 1 to all of them")
         texts = {key: _optional(record, key, str, "", where) for key in ("uid", "trajectory", "model")}
         stated = _optional(record, "sampling", dict, {}, where)
-        sampling = {key: float(stated[key]) for key in SAMPLING_KEYS if isinstance(stated.get(key), int | float)}
+        sampling = {key: _sampled(stated[key], where, key) for key in SAMPLING_RANGES if stated.get(key) is not None}
         uid = texts["uid"] or f"p{len(found):04d}"
         sequence = TokenSequence(uid, tokens, prompt_len, sample, texts["trajectory"])
         found.append(ListedSequence(sequence, texts["model"], sampling))
@@ -85,6 +89,14 @@ def _optional(record: dict[str, Any], key: str, kind: type, default: Any, where:
     if not isinstance(value, kind):
         raise PromptsError(f"{where}: {key!r} is {type(value).__name__}, not {kind.__name__}", "correct it")
     return value
+
+
+def _sampled(value: Any, where: str, key: str) -> float:
+    """Return the temperature or top-p of a line, a finite number of the range in which one can sample."""
+    lies, words = SAMPLING_RANGES[key]
+    if type(value) not in (int, float) or not abs(value) < UNLIMITED or not lies(value):
+        raise PromptsError(f"{where}: {key!r} is {value!r:.40}, not a number {words}", "correct it")
+    return float(value)
 
 
 def _whole(value: Any, where: str, key: str) -> int:

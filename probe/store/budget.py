@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ class Budget:
     """The limits under which a dump recorded tensors, 0 or empty where there was none.
 
     ``seqs``: sequences; ``rows``: rows of each sequence; ``max_bytes``: bytes of a file; ``layers``: numbers of the
-    recorded layers. ``dropped``: rows that a file left out because it was full. ``listed``: as many sequences of
-    another run were picked to be run again, and no others.
+    recorded layers. ``dropped``: rows that full files left out, at most; ranks that share their rows are full of the
+    same ones. ``listed``: as many sequences of another run were picked to be run again, and no others.
     """
 
     seqs: int = 0
@@ -39,8 +40,25 @@ def budget_of(manifests: Sequence[Mapping[str, Any]]) -> Budget:
         return max((entry[name] for entry in stated if type(entry.get(name)) is int), default=0)
 
     layers = {n for entry in stated for n in _entries(entry.get("layers")) if type(n) is int}
-    dropped = sum(entry["dropped_rows"] for entry in stated if type(entry.get("dropped_rows")) is int)
+    dropped = _dropped(manifests)
     return Budget(most("seqs"), most("rows"), most("max_bytes"), tuple(sorted(layers)), dropped, most("listed"))
+
+
+def _dropped(manifests: Sequence[Mapping[str, Any]]) -> int:
+    """Return the rows that full files dropped: of ranks that hold the same rows the most, of others the sum."""
+    seen: Counter[str] = Counter()
+    found: dict[Any, int] = {}
+    for number, manifest in enumerate(manifests):
+        budget, at = manifest.get("budget"), manifest.get("coordinates")
+        count = budget.get("dropped_rows") if isinstance(budget, Mapping) else None
+        key: Any = number
+        if isinstance(at, Mapping):
+            rank = repr(sorted(at.items(), key=str))
+            key = repr([at.get(axis) for axis in ("dp", "cp")]), seen[rank]  # a rank's later files are of other rows
+            seen[rank] += 1
+        if type(count) is int and count > 0:
+            found[key] = max(found.get(key, 0), count)
+    return sum(found.values())
 
 
 def _entries(value: Any) -> list[Any]:

@@ -36,6 +36,12 @@ class JournalWriter:
         """Note table rows and the (offset, size) in bytes of datasets; all have reached the ``.partial`` file."""
         self._write({"places": places, "tables": {name: rows for name, rows in tables.items() if rows}})
 
+    def move(self, partial: Path, manifest: dict[str, Any]) -> None:
+        """Go on as the journal of another file, to which the first one was renamed, under another manifest."""
+        os.rename(self.path, journal_of(partial))
+        self.path = journal_of(partial)
+        self._write({"manifest": manifest})
+
     def close(self, *, delete: bool = False) -> None:
         """Close the journal; ``delete`` it when the file it stands by is complete."""
         os.close(self._handle)

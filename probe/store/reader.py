@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,10 @@ from probe.store.sequences import merge_sequences, name_apart, sequences_of
 from probe.store.sketches import JoinedSketch, check_sketch, join_sketches
 from probe.store.tensors import Replica, TensorStore
 from probe.store.validate import DAMAGED, json_object, json_shape, reading, text_of
+
+_STEP = re.compile(r"step[0-9]+")
+_LATER_FILE = re.compile(r"-[0-9]+$")
+"""The end of the name of a process's second or later file of one step."""
 
 
 def open_dump(path: str | Path, step: int | None = None) -> Dump:
@@ -85,7 +89,7 @@ def _steps(root: Path) -> dict[int, list[Path]]:
     if len(stages) > 1:
         fix = "name the folder of one stage, or give it to 'probe compare' alone"
         raise DumpError(f"{root} holds the stages {', '.join(stages)}", fix)
-    held = {_number(folder): step_files(folder) for folder in folders}
+    held = {step_of(folder): step_files(folder) for folder in folders}
     held = {number: files for number, files in held.items() if files}
     if held:
         return held
@@ -129,30 +133,37 @@ def _steps_in_words(steps: Iterable[int]) -> str:
     return f"step{'s' if len(known) > 1 else ''} {', '.join(map(str, known))}" if known else "no numbered step"
 
 
-def _number(folder: Path) -> int:
-    name = folder.name.removeprefix("step")
-    return int(name) if folder.name.startswith("step") and name.isdecimal() else -1
+def step_of(folder: Path) -> int:
+    """Return the number of a step's folder as writers name it (``step7``, never ``step007``), -1 for any other."""
+    name = folder.name[4:]
+    return int(name) if _STEP.fullmatch(folder.name) and str(int(name)) == name else -1
+
+
+def steps_in(stage: Path) -> list[Path]:
+    """Return the step folders that lie directly in a folder, in order."""
+    return sorted((p for p in stage.glob("step*") if step_of(p) >= 0), key=step_of)
 
 
 def _step_folders(root: Path) -> list[Path]:
-    """Return the folders of the steps of a dump in order."""
-    found = [p for p in (*root.glob("*/step*"), *root.glob("step*")) if p.parent.name != "chosen"]  # notes of a job
-    return sorted((p for p in found if p.name[4:].isdecimal()), key=lambda p: int(p.name[4:]))
+    """Return the folders of the steps of a dump in order, in ``root`` or one folder below."""
+    nested = [p for p in root.iterdir() if p.is_dir() and p.name != "chosen"] if root.is_dir() else []  # notes of a job
+    return sorted([*(step for folder in nested for step in steps_in(folder)), *steps_in(root)], key=step_of)
 
 
-def _before_updates(parts: list[Part], manifests: list[dict[str, Any]]) -> list[Part]:
+def _before_updates(parts: list[Part]) -> list[Part]:
     """Return the files whose weight sketches count.
 
-    An engine that receives weights within a step goes on in another file, for sequences of later weight versions: its
-    sketches are of an update, no copy that differs. Of files of the same coordinates those of the first version count.
+    An engine that receives weights within a step goes on in another file (``NAME-2``), for sequences of later weight
+    versions: its sketches are of an update, no copy that differs. Of the files of one process those of its first
+    version count; another process, of whatever coordinates and versions, is a copy that must agree.
     """
     versions = [int(p.tables["sequences"]["weight_version"].min(initial=1 << 30)) for p in parts]
-    places = [json.dumps(manifest.get("coordinates"), sort_keys=True) for manifest in manifests]
-    lowest = {place: min(v for v, own in zip(versions, places) if own == place) for place in places}
+    writers = [(p.path.parent, _LATER_FILE.sub("", p.path.name.partition(".")[0])) for p in parts]
+    lowest = {writer: min(v for v, own in zip(versions, writers) if own == writer) for writer in writers}
     return [
         part
-        for part, version, place in zip(parts, versions, places)
-        if version == lowest[place] or not len(part.tables["sequences"])
+        for part, version, writer in zip(parts, versions, writers)
+        if version == lowest[writer] or not len(part.tables["sequences"])
     ]
 
 
@@ -223,6 +234,11 @@ class Dump:
     def stage(self) -> str:
         """Return the stage: rollout, actor, logprob, ... (:data:`probe.store.schema.STAGES`)."""
         return str(self.manifest.get("stage", ""))
+
+    @property
+    def tasks(self) -> frozenset[str]:
+        """Return what the files were told to record (``tensor``, ``tokens``), as far as they say."""
+        return frozenset(str(manifest["task"]) for manifest in self._manifests if manifest.get("task"))
 
     @property
     def engine(self) -> str:
@@ -331,7 +347,7 @@ class Dump:
 
     def _weight_table(self) -> dict[str, JoinedSketch]:
         found: dict[str, list[tuple[Place, WeightSketch]]] = {}
-        first = _before_updates(self._parts, self._manifests)
+        first = _before_updates(self._parts)
         for part, place in zip(self._parts, self._places):
             for record in part.tables["weights"] if part in first else ():
                 name, dtype, alias = (text_of(record[column]) for column in ("name", "dtype", "alias"))

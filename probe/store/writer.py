@@ -8,6 +8,7 @@ ends. ``close`` fsyncs, renames and deletes the journal.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ from probe.store.schema import (
 LIBVER = ("v108", "v108")
 CHUNK_ROWS = {"tokens": 1024}
 """Rows by which a table grows, 64 where not given: small, because a chunk is stored whole."""
+FOLDER_TRIES = 3
+"""How often a folder that another writer has deleted is made again."""
 NO_STATISTICS = (np.nan, np.nan, np.nan, np.nan, 0, 0)
 
 
@@ -72,13 +75,12 @@ class DumpWriter:
         self, path: Path, manifest: dict[str, Any], *, block_bytes: int = 8 << 20, buffer_bytes: int = 512 << 20
     ) -> None:
         self.path = Path(path)
-        self.partial = self.path.with_name(self.path.name + PARTIAL_SUFFIX)
+        self.partial = _partial_of(self.path)
         for existing in (self.path, self.partial):
             if existing.exists():
                 raise OutputExistsError(f"{existing} already exists", "choose another output folder")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.block_bytes, self.buffer_bytes = block_bytes, buffer_bytes
-        self.file = h5py.File(self.partial, "x", libver=LIBVER)  # of two processes that ask at once, one gets it
+        self.file = _created(self.partial)
         self.file.create_dataset("manifest", data=json.dumps(manifest, default=str))
         self._tables = {
             name: self.file.create_dataset(
@@ -93,6 +95,7 @@ class DumpWriter:
         self._live: dict[bytes, tuple[np.ndarray, int]] = {}
         self._waiting: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
         self._sequences: list[Sequence] = []
+        self._digests: dict[int, str] = {}
         self._buffered = 0
         self.tensor_rows = self.stored_bytes = 0
         self._lcpl = h5p.create(h5p.LINK_CREATE)
@@ -112,6 +115,10 @@ class DumpWriter:
         self._sequences.append(sequence)
         self._waiting["sequences"].append(_sequence_record(sequence))
         return sequence.index
+
+    def end_sequence(self, sequence: Sequence, tokens: np.ndarray) -> None:
+        """Note the ids (int64 [n]) that a sequence has in the end; only their digest is kept, of millions at times."""
+        self._digests[sequence.index] = _digest(tokens)
 
     def add_module(self, module: ModuleInfo) -> None:
         """Record a module of the model."""
@@ -198,7 +205,8 @@ class DumpWriter:
         self.flush()
         if self._sequences:
             table = self._tables["sequences"]
-            table[...] = np.array([_sequence_record(s) for s in self._sequences], TABLES["sequences"])
+            records = [_sequence_record(s, self._digests.get(s.index, "")) for s in self._sequences]
+            table[...] = np.array(records, TABLES["sequences"])
         self.file.close()
         _fsync(self.partial)
         os.rename(self.partial, self.path)
@@ -209,6 +217,18 @@ class DumpWriter:
     def restate(self, manifest: dict[str, Any]) -> None:
         """Put another manifest in the place of the one that the file began with: what is known only at its end."""
         self.file["manifest"][()] = json.dumps(manifest, default=str)
+
+    def move(self, folder: Path, manifest: dict[str, Any]) -> None:
+        """Put the open file into another folder of the same file system, under a manifest that says so."""
+        folder.mkdir(parents=True, exist_ok=True)
+        stem, left = self.path.stem, self.path.parent
+        names = (f"{stem}{f'-{number}' if number > 1 else ''}.h5" for number in itertools.count(1))
+        path = next(p for name in names if not (p := folder / name).exists() and not _partial_of(p).exists())
+        os.rename(self.partial, _partial_of(path))
+        self.path, self.partial = path, _partial_of(path)
+        self._journal.move(self.partial, manifest)
+        self.restate(manifest)
+        _remove_empty(left, left.parent)
 
     def abandon(self) -> None:
         """Close without completing: the file keeps its ``.partial`` name."""
@@ -221,9 +241,7 @@ class DumpWriter:
         self.abandon()
         self._journal.path.unlink(missing_ok=True)
         self.partial.unlink(missing_ok=True)
-        for folder in (self.path.parent, self.path.parent.parent):
-            with contextlib.suppress(OSError):  # not empty: another writer's file or another step is there
-                folder.rmdir()
+        _remove_empty(self.path.parent, self.path.parent.parent)
 
     def _series_of(self, module: str, slot: str) -> _Series:
         if (module, slot) not in self._series:
@@ -315,10 +333,22 @@ class DumpWriter:
         table[old:] = records
 
 
-def _sequence_record(sequence: Sequence) -> tuple[Any, ...]:
-    digest = (
-        xxhash.xxh3_128_hexdigest(np.ascontiguousarray(sequence.tokens, "<i8").data) if len(sequence.tokens) else ""
-    )
+def _created(path: Path) -> h5py.File:
+    """Return a new file in a folder that is made for it; of two processes that ask at once, one gets it."""
+    for _ in range(FOLDER_TRIES):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # a writer that discarded its file took the empty folder away
+            return h5py.File(path, "x", libver=LIBVER)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return h5py.File(path, "x", libver=LIBVER)
+
+
+def _digest(tokens: np.ndarray) -> str:
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(tokens, "<i8").data) if len(tokens) else ""
+
+
+def _sequence_record(sequence: Sequence, digest: str = "") -> tuple[Any, ...]:
+    digest = digest or _digest(sequence.tokens)
     return (
         *(sequence.index, sequence.trajectory or sequence.uid, sequence.request_id, sequence.uid, sequence.sample),
         *(sequence.prompt_len, sequence.length, digest, sequence.weight_version, sequence.cached),
@@ -354,3 +384,14 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _partial_of(path: Path) -> Path:
+    """Return the name that a file has until it is complete."""
+    return path.with_name(path.name + PARTIAL_SUFFIX)
+
+
+def _remove_empty(*folders: Path) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # not empty: another writer's file or another step is there
+            folder.rmdir()

@@ -124,7 +124,7 @@ class Plot:
         """Show the columns of marks under the pointer."""
         known = [reference(mark) for mark in marks]
         words = [list(tip) for tip in tips]
-        self._tools.append(model("HoverTool", visible=False, renderers=known, tooltips=words, sort_by=None, **more))
+        self._tools.append(model("HoverTool", visible=False, renderers=known, tooltips=words, **more))
 
     def add(self, name: str, /, **attributes: Any) -> None:
         """Add an annotation."""

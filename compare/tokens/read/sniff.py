@@ -26,7 +26,7 @@ def sniff(path: Path) -> str:
 
     Raises TokensError for a path that does not exist or is nothing of these.
     """
-    if len(roots := roots_of(path)) > 1 and all(root.is_dir() for root in roots):
+    if len(roots := roots_of(path)) > 1 and any(root.is_dir() for root in roots):
         return "dump"
     if not path.exists():
         raise TokensError(f"there is no {path}", ACCEPTED)
