@@ -235,8 +235,8 @@ def test_a_killed_dump_is_compared_and_said_to_be_incomplete(compare):
 
 
 def test_tokens_alone_can_be_compared(compare):
-    everything = ("",)
-    report = compare(Scenario(drop=everything, noise=1), actor(drop=everything, noise=2))
+    bare = {"drop": ("",), "manifest": {"task": "tokens"}}
+    report = compare(Scenario(noise=1, **bare), actor(noise=2, **bare))
     assert report["verdict"] == "consistent"
     assert any("module tensors" in sentence for sentence in report["not_compared"])
     assert report["tokens"]["compared"] > 0

@@ -297,7 +297,8 @@ def test_rl_tensors_of_a_dump_reach_the_report_and_no_other_part_of_it(tmp_path:
 
 def test_dumps_of_log_probs_and_rl_alone_still_compare(tmp_path: Path) -> None:
     only = ("embed", "layers", "norm", "lm_head", "logits", "decoder", "output_layer", "model")
-    sides = Scenario(drop=only), actor(drop=only)
+    tokens = {"task": "tokens"}
+    sides = Scenario(drop=only, manifest=tokens), actor(drop=only, manifest=tokens)
     paths = [write_dump(tmp_path / name, side) for name, side in zip("ab", sides)]
     for path, side in zip(paths, sides):
         add_rl(path, side.stage, prompts(), {"advantages": lambda n, p: 1.0})
