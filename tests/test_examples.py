@@ -75,6 +75,7 @@ def test_plain_vllm_and_megatron_scripts_are_dumped_and_agree(demo_model, tmp_pa
     report = compare_dumps(folder / "rollout", folder / "actor", weights=demo_model)
     assert report["verdict"] == "consistent", report["summary"]
     assert len(report["layers"]) >= 58
+    assert report["a"]["engine_version"] and report["b"]["engine_version"]
     assert report["tokens"]["mean_abs_logprob_diff"] < 1e-5  # fp32 rounding: 6e-7 seen
     replayed = [entry[side]["verdict"] for entry in report["replay"]["modules"] for side in "ab" if entry[side]]
     assert set(replayed) == {"fine"}
