@@ -229,7 +229,7 @@ class Pool(Generic[T]):
             if os.write(memory, content) == len(content):
                 return len(content)
             os.lseek(memory, start, os.SEEK_SET)
-        except Exception:
+        except Exception:  # the task is done again where its result is asked for, and what it raises is raised there
             pass
         return 0
 
@@ -245,7 +245,7 @@ class Pool(Generic[T]):
         """Do a task here and keep its result."""
         try:
             found = self._tasks[number]()
-        except Exception:
+        except Exception:  # as in a copy: raised where the result is asked for
             self._again.add(number)
         else:
             self._made[number] = lambda: found

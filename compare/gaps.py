@@ -9,6 +9,7 @@ from probe.compare.names.canonical import LOGITS
 from probe.compare.report.model import ROW_REASONS, counted
 from probe.compare.sequences import sequence_labels
 from probe.compare.weights_gate import WEIGHTS_UNSEEN
+from probe.settings import TOKENS
 from probe.store.reader import Dump
 from probe.store.schema import RL
 
@@ -76,7 +77,7 @@ def without_tensors(dump: Dump) -> bool:
 
 def tokens_only(dump: Dump) -> bool:
     """Tell whether a dump says that it was to hold none (``PROBE_TASK=tokens``, or a capture that had to do so)."""
-    return without_tensors(dump) and dump.tasks == {"tokens"}
+    return without_tensors(dump) and dump.tasks == {TOKENS}
 
 
 def _without_tensors(e: Evidence) -> list[str]:

@@ -17,7 +17,7 @@ STAGES = ("rollout", "actor", "reference", "logprob", "update")
 
 ``actor`` is a trainer's forward as a whole; a job that recomputes log-probs before it updates has both as stages of
 their own, ``logprob`` and ``update``."""
-TASKS = ("tokens", "tensor")
+TASKS = TOKENS, TENSOR = ("tokens", "tensor")
 LEVELS = ("L0",)
 DATA_MODES = ("all", "forward", "input", "output")
 WEIGHTS = ("sketch", "layers")

@@ -149,10 +149,7 @@ def test_the_command_line(cluster, tmp_path, capsys):
     # a dump that the workers cannot see
     with connected(cluster) as ray:
         with open_dump(job / "rollout") as a, open_dump(job / "logprob") as b:
-            from probe.compare.cluster import RayFigures
-
             sides = sides_of(a, b, None)
         (job / "logprob/step0/rank0.h5").rename(tmp_path / "gone.h5")
         with pytest.raises(Exception, match="rank0"):
             ray.get(ray.remote(measure_there).remote(sides, None, (None, None)))
-        assert RayFigures.__doc__

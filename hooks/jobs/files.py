@@ -23,11 +23,10 @@ from probe.hooks.jobs.log import note, trouble
 from probe.hooks.jobs.run import holds_earlier, run_id
 from probe.hooks.rows import Announced
 from probe.manifest import write_manifest
-from probe.settings import Settings
+from probe.settings import TENSOR, TOKENS, Settings
 from probe.store.schema import RL, RL_COLUMNS, RL_KEPT, ROW, TOKEN, RowSegment, WeightSketch
 from probe.store.writer import DumpWriter
 
-TENSOR, TOKENS = "tensor", "tokens"
 MOST_FILES = 1000
 """Files of one process in one step, after which something is wrong."""
 

@@ -21,11 +21,12 @@ import torch
 from probe.errors import CaptureError, ProbeError
 from probe.hooks.attach import subject_of
 from probe.hooks.engines.transformers import bind_arguments
-from probe.hooks.jobs.files import TENSOR, TOKENS, StepFile, is_taken, open_step
+from probe.hooks.jobs.files import StepFile, is_taken, open_step
 from probe.hooks.jobs.log import note, trouble
 from probe.hooks.jobs.trail import Continued, Trace
 from probe.hooks.rows import Announced, CallRows
 from probe.hooks.wrappers import refuse_compiled, unwrap
+from probe.settings import TENSOR, TOKENS
 from probe.store.schema import WeightSketch
 
 if TYPE_CHECKING:
@@ -67,15 +68,12 @@ class Recorder:
         self._about: dict[str, Any] = {}
         self._file: StepFile | None = None
         self.plain = self._stopped = self._hooked = False
-        self._taken: int | None = None
-        """The step that an earlier run recorded already."""
+        self._taken: int | None = None  # the step that an earlier run recorded already
         self._busy = 0
         self._lock = threading.RLock()
-        self._thread: int | None = None
-        """The thread whose pass runs."""
+        self._thread: int | None = None  # whose pass runs
         self._continued = Continued()
-        self.turn = 0
-        """How many other models were recorded under this stage before."""
+        self.turn = 0  # how many other models were recorded under this stage before
 
     # -- a pass --------------------------------------------------------------------------------------------------------
 

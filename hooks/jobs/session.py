@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 from probe.hooks.debugger import global_rank
-from probe.hooks.jobs.files import TOKENS
 from probe.hooks.jobs.recorder import Recorder
 from probe.hooks.jobs.run import run_id
 from probe.hooks.jobs.steps import StepClock
 from probe.hooks.wrappers import unwrap
-from probe.settings import Settings, job_settings
+from probe.settings import TOKENS, Settings, job_settings
 
 SIGNAL_WAIT = 2.0
 """Seconds that a terminated process waits for another thread to be done with a file."""

@@ -51,9 +51,9 @@ _finished: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 def patch_workers(module: ModuleType) -> None:
     """Wrap the workers of ``verl.workers.engine_workers``: they know the reference pass and an update's extent."""
-    wrap(module.TrainingWorker, "infer_batch", _in_infer_batch)
+    wrap(module.TrainingWorker, "infer_batch", functools.partial(_as_reference, always=False))
     wrap(module.TrainingWorker, "train_mini_batch", _in_update)
-    wrap(module.ActorRolloutRefWorker, "compute_ref_log_prob", _in_reference)
+    wrap(module.ActorRolloutRefWorker, "compute_ref_log_prob", functools.partial(_as_reference, always=True))
 
 
 def patch_passes(module: ModuleType) -> None:
@@ -87,29 +87,18 @@ def wrap(owner: type, name: str, make: Callable[[Any], Any]) -> bool:
     return True
 
 
-def _in_reference(original: Any) -> Any:
-    def compute_ref_log_prob(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _reference.set(True)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _reference.reset(token)
+def _as_reference(original: Any, *, always: bool) -> Any:
+    """Wrap a method whose passes are the reference model's: ``always``, or where its batch asks for no LoRA adapter."""
 
-    return compute_ref_log_prob
-
-
-def _in_infer_batch(original: Any) -> Any:
-    """Wrap a worker's ``infer_batch``: without its LoRA adapter an actor is the reference model."""
-
-    def infer_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         data = args[0] if args else kwargs.get("data")
-        token = _reference.set(_reference.get() or _without_adapter(data))
+        token = _reference.set(always or _reference.get() or _without_adapter(data))
         try:
             return original(self, *args, **kwargs)
         finally:
             _reference.reset(token)
 
-    return infer_batch
+    return method
 
 
 def _in_update(original: Any) -> Any:
@@ -128,7 +117,7 @@ def _in_update(original: Any) -> Any:
 
 def _in_pass(original: Any, *, forward_only: bool) -> Any:
     def run(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        running = _begin(self, data, forward_only)
+        running = _safely(_begin, self, data, forward_only)
         token = _pass.set(running)
         here = _safely(session)
         if here is not None:
@@ -305,30 +294,26 @@ def _lists(rows: Rows) -> tuple[list[str], list[np.ndarray], list[int]]:
 
 
 def _begin(engine: Any, batch: Any, forward_only: bool) -> Pass | None:
-    """Begin the recording of a pass, or return None where it is not recorded: trouble with it is said, not raised."""
-    try:
-        if _is_critic(engine):
-            note("the critic's passes are not recorded: what it said is in the update's columns")
-            return None
-        update = None if forward_only else _update.get() or Update()
-        if _finished.get(engine) == (session().step if update is None else update.step):
-            return None
-        stage, first = _stage(engine, forward_only), update is None or update.recorded is None
-        recorder = session().recorder(stage, engine.module)
-        recording = not first and update is not None and bool(update.recorded)
-        if first and session().records(stage, session().step):
-            recorder.update_manifest(**_facts(engine, batch))
-            recording = recorder.begin()
-        if first and update is not None:
-            update.recorded = recording
-        if not recording:
-            return None
-        running = Pass(engine, recorder, update, tensors=first)
-        running.guarded(running.begin, batch)
-        return running
-    except Exception as error:
-        trouble(f"a pass of verl's engine is not recorded ({type(error).__name__}: {error})")
+    """Begin the recording of a pass, or return None where it is not recorded."""
+    if _is_critic(engine):
+        note("the critic's passes are not recorded: what it said is in the update's columns")
         return None
+    update = None if forward_only else _update.get() or Update()
+    if _finished.get(engine) == (session().step if update is None else update.step):
+        return None
+    stage, first = _stage(engine, forward_only), update is None or update.recorded is None
+    recorder = session().recorder(stage, engine.module)
+    recording = not first and update is not None and bool(update.recorded)
+    if first and session().records(stage, session().step):
+        recorder.update_manifest(**_facts(engine, batch))
+        recording = recorder.begin()
+    if first and update is not None:
+        update.recorded = recording
+    if not recording:
+        return None
+    running = Pass(engine, recorder, update, tensors=first)
+    running.guarded(running.begin, batch)
+    return running
 
 
 def _stage(engine: Any, forward_only: bool) -> str:

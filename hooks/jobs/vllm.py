@@ -28,6 +28,7 @@ from probe.hooks.jobs.log import note, trouble
 from probe.hooks.jobs.session import session
 from probe.hooks.jobs.vllm_settings import samples_here, sampling_of, what_is_left_out, why_tokens_only
 from probe.hooks.taps import wrap_method
+from probe.settings import TOKENS
 from probe.store.schema import WeightSketch
 
 WARM_UP = ("_warmup", "_v2_")
@@ -173,7 +174,7 @@ class RunnerRecording:
         self._samples = samples_here()
         self.recorder = session().recorder("rollout", model, runner=self.runner)
         self.recorder.sketches = functools.partial(_sketches_of, weakref.ref(model))
-        if session().settings.task != "tokens":
+        if session().settings.task != TOKENS:
             reason = why_tokens_only(self.runner)
             if reason:
                 self.recorder.tokens_only(reason)
