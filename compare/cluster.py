@@ -1,8 +1,8 @@
 """``probe compare --ray ADDRESS``: the figures of tensor pairs as tasks on a Ray cluster that is already running.
 
 Rows are joined here; each task opens the dumps where it runs and measures one tensor pair. Nodes need this package, and
-the dumps under the same paths. Tasks compute what threads do here; only the last digits of sums
-may differ, where one process has the compiled loops loaded and another not.
+the dumps under the same paths. Tasks compute what threads do here; only the last digits of sums may differ, where one
+process uses the compiled loops and another cannot, or has none loaded because its tensors are small.
 """
 
 from __future__ import annotations
