@@ -93,6 +93,15 @@ def _soft_group(file):
     file["layers.0.mlp"] = h5py.SoftLink("/moved")
 
 
+def _soft_link_behind_two_names(file):
+    # a walk through the file sees what lies in a group under one of its names only
+    file["elsewhere"] = np.arange(32, dtype=np.float32).reshape(4, 8)
+    del file[BLOCK]
+    file[BLOCK] = h5py.SoftLink("/elsewhere")
+    file["layers.00"] = file["layers.0.mlp"]
+    edit_table(file, "index", 0, dataset=BLOCK.replace("layers.0.mlp", "layers.00"))
+
+
 def _external_storage(file):
     secret = Path(file.filename).with_name("secret.bin")
     secret.write_bytes(b"s" * 128)
@@ -137,6 +146,7 @@ STORAGE = {
     _external_table: "is a soft or external link",
     _soft_link: "is a soft or external link",
     _soft_group: "is a soft or external link",
+    _soft_link_behind_two_names: "block0 is",
     _external_storage: "keeps its bytes in another file",
     _virtual: "keeps its bytes in another file",
     _unstored_gigabytes: "declares 34359738368 bytes but holds 0",

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
-from h5py import h5d, h5l, h5s, h5t
+from h5py import h5d, h5l, h5o, h5s, h5t
 
 from probe.errors import DumpError, first_line
 from probe.store.dtypes import DTYPES, type_matches
@@ -68,8 +68,7 @@ class CheckedFile:
     def __init__(self, path: Path) -> None:
         self.file = open_file(path)
         self.name: str = self.file.filename
-        # reached by hard links only: a file has hundreds of datasets in a few groups
-        self._groups: dict[str, Any] = {"": self.file.id}
+        self._links: dict[bytes, int] = {}
 
     def has(self, name: str) -> bool:
         """Tell whether the file has an entry of this name at its root."""
@@ -79,61 +78,57 @@ class CheckedFile:
         """Return the dataset at ``path``; raise DumpError where it is not what a dump holds."""
         where = f"{self.name}:{path}"
         with reading(where):
-            folder, _, name = path.rpartition("/")
-            found = _child(self._group(folder), name, where)
+            name = b"/".join(filter(None, path.encode().split(b"/")))
+            if name:
+                self._check_links(name, where)
+            found = h5o.open(self.file.id, name) if name else self.file.id
             if not isinstance(found, h5d.DatasetID):
                 raise DumpError(f"{where} is not a dataset", DAMAGED)
             return _check_storage(found, where, os.stat(self.name).st_size)
 
-    def _group(self, path: str) -> Any:
-        """Return the group at ``path``, every link to it checked; the file itself at the empty path."""
-        if path not in self._groups:
-            folder, _, name = path.rpartition("/")
-            self._groups[path] = _child(self._group(folder), name, f"{self.name}:{path}")
-        return self._groups[path]
+    def _check_links(self, name: bytes, where: str) -> None:
+        """Refuse a path that hard links alone do not lead to.
+
+        HDF5 lists what it reaches by hard links: other links by their names and kinds, not what lies behind them. One
+        walk through a file of hundreds of datasets takes as long as looking at every link of ten of their paths.
+        """
+        if not self._links:
+            self.file.id.links.visit(lambda link, info: self._links.__setitem__(link, info.type), info=True)
+        if self._links.get(name) == h5l.TYPE_HARD:
+            return
+        steps = name.split(b"/")
+        kinds = [self._links.get(b"/".join(steps[: n + 1])) for n in range(len(steps))]
+        if any(kind not in (None, h5l.TYPE_HARD) for kind in kinds):
+            raise DumpError(f"{where} is a soft or external link", "a dump holds none: do not trust this file")
+        raise DumpError(f"{where} is missing from the file", "it is damaged, or not a probe dump file")
 
     def close(self) -> None:
         """Close the file."""
         self.file.close()
 
 
-def _child(group: Any, name: str, where: str) -> Any:
-    """Return what a hard link of a group leads to; raise DumpError for another link, or none."""
-    if not name:
-        return group
-    links: Any = group.links if isinstance(group, h5py.h5g.GroupID | h5py.h5f.FileID) else None
-    link = name.encode()
-    try:
-        kind = links.get_info(link).type if links is not None else None
-    except (KeyError, RuntimeError):  # which one depends on the version of HDF5
-        if links.exists(link):
-            raise
-        kind = None
-    if kind is None:
-        raise DumpError(f"{where} is missing from the file", "it is damaged, or not a probe dump file")
-    if kind != h5l.TYPE_HARD:
-        raise DumpError(f"{where} is a soft or external link", "a dump holds none: do not trust this file")
-    return h5py.h5o.open(group, link)
-
-
 def _check_storage(dataset: h5d.DatasetID, where: str, file_size: int) -> Checked:
-    plist, space, kind = dataset.get_create_plist(), dataset.get_space(), dataset.get_type()
-    layout = plist.get_layout()
-    if plist.get_external_count() or layout == h5d.VIRTUAL:
-        raise DumpError(f"{where} keeps its bytes in another file", UNTRUSTED)
-    if plist.get_nfilters():
-        raise DumpError(f"{where} is compressed or filtered", UNTRUSTED)
+    space, kind, offset = dataset.get_space(), dataset.get_type(), dataset.get_offset()
+    if offset is None:  # only what lies in one piece in this file, unfiltered, has an offset
+        _refuse_elsewhere(dataset.get_create_plist(), where)
     if space.get_simple_extent_type() == h5s.NULL:
         raise DumpError(f"{where} has no shape", DAMAGED)
     shape = space.shape
     logical = math.prod(shape) * kind.get_size()
-    stored, offset = dataset.get_storage_size(), None
-    if layout == h5d.CONTIGUOUS and stored:
-        offset = dataset.get_offset()
+    stored = dataset.get_storage_size()
+    if offset is not None:
         stored = min(stored, file_size - offset)
     if logical > stored:
         raise DumpError(f"{where} declares {logical} bytes but holds {max(stored, 0)}", "it is damaged or forged")
     return Checked(dataset, where, shape, kind, offset)
+
+
+def _refuse_elsewhere(plist: Any, where: str) -> None:
+    """Refuse a dataset whose bytes lie in another file, or not as they are."""
+    if plist.get_external_count() or plist.get_layout() == h5d.VIRTUAL:
+        raise DumpError(f"{where} keeps its bytes in another file", UNTRUSTED)
+    if plist.get_nfilters():
+        raise DumpError(f"{where} is compressed or filtered", UNTRUSTED)
 
 
 def check_tensor(found: Checked, shape: tuple[int, ...], dtype: str) -> None:
