@@ -68,8 +68,7 @@ def loop_cases(x: np.ndarray, y: np.ndarray, dtype: str) -> dict[str, Callable[[
     compiled = kernels.load([dtype])
     assert compiled is not None, kernels.why_not()
     read, flat = reading(), (x.reshape(-1).view(np.uint64), y.reshape(-1).view(np.uint64))
-    exponent = kernels.EXPONENTS[dtype]
-    bits = [values.view(exponent.dtype).reshape(-1, kernels.CHUNK) for values in (x, y)]
+    bits = [values.view(f"u{values.itemsize}").reshape(-1, kernels.CHUNK) for values in (x, y)]
     per_row = (*(np.zeros(len(x)) for _ in range(4)), np.zeros(len(x), bool))
     per_channel = tuple(np.zeros(x.shape[1]) for _ in range(3))
     more = np.zeros(kernels.COUNTS, np.int64), np.zeros((8, 2), np.int64), 0, 0.0

@@ -21,11 +21,6 @@ WORTH_LOADING = 6_000_000
 
 CARRIERS = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16}
 """Kinds of values that the sums are compiled for, and the dtype of the arrays: of bfloat16 its bits."""
-EXPONENTS: dict[str, Any] = {
-    "float32": np.uint32(0xFF << 23),
-    "float64": np.uint64(0x7FF << 52),
-    "bfloat16": np.uint16(0xFF << 7),
-}
 
 NAN_X, NAN_Y, INF_X, INF_Y, MISMATCH, EXCLUDED, MAX_ROW, MAX_FEATURE, SHOWN, COUNTS = range(10)
 """What the int64 array of counts holds: ``EXCLUDED`` pairs with a non-finite member, of which ``MISMATCH`` are not the
@@ -37,6 +32,9 @@ LOG_BASE = (1023 + 16) << 10
 """ULP distances below EXACT_ULPS have a bin each. Above, the leading bits of the distance as a float64, its exponent
 and 10 of its mantissa, number bins of relative width 2^-10; those of EXACT_ULPS itself are LOG_BASE."""
 ULP_BINS = EXACT_ULPS + ((64 - 16 + 1) << 10)
+
+GROUP, STRIP = 64, 1024
+"""Rows and columns that are summed together: three float64 for each of 1024 columns fill half of a small L1 cache."""
 
 LANES = 4
 """Histograms that take turns, so that equal distances one after another do not wait for each other's store."""
@@ -53,9 +51,9 @@ _SHAPE = ("int64",) * 3
 
 
 def _loop_of_sums(kind: str) -> machine.Loop:
-    value, bits = (np.dtype(found).name for found in (CARRIERS[kind], EXPONENTS[kind].dtype))
-    values, words = (f"{value}*",) * 2, (f"{bits}*",) * 2
-    arguments = (*values, *words, *_ROWS, *_COLUMNS, *_COUNTED, *values, *_SHAPE, bits, "int64", "float64")
+    value = f"{np.dtype(CARRIERS[kind]).name}*"
+    room = (value,) * 3 + ("float64*",) * 2
+    arguments = (value, value, *_ROWS, *_COLUMNS, *_COUNTED, *room, *_SHAPE, "int64", "float64")
     return machine.Loop("_sums", kind, arguments, "float64")
 
 
@@ -110,10 +108,10 @@ class Compiled:
         is returned.
         """
         x, y = (np.require(values, CARRIERS[kind], ("C", "A")) for values in (x, y))
-        spare = np.zeros((2, 3, x.shape[1]), x.dtype)
-        held = x, y, x, y, *rows, *columns, counts, places, *spare  # as long as the loop works on them
-        more = *x.shape, len(places), int(EXPONENTS[kind]), first_row, best
-        return float(self.loop(_SUMS[kind])(*map(_address, held), *more))
+        spare = *np.empty((2, GROUP, STRIP), x.dtype), np.zeros(STRIP, x.dtype)
+        strip = np.empty((3, STRIP)), np.empty((GROUP, 4))
+        held = x, y, *rows, *columns, counts, places, *spare, *strip  # as long as the loop works on them
+        return float(self.loop(_SUMS[kind])(*map(_address, held), *x.shape, len(places), first_row, best))
 
     def ulps(self, x: np.ndarray, y: np.ndarray, histograms: np.ndarray) -> int:
         """Count the ULP distances of two arrays of bits, uint16 or uint32 [chunks, n]; return the largest one.

@@ -19,6 +19,7 @@ from probe.kernels import (
     COUNTS,
     EXACT_ULPS,
     EXCLUDED,
+    GROUP,
     INF_X,
     INF_Y,
     LANES,
@@ -30,6 +31,7 @@ from probe.kernels import (
     NAN_X,
     NAN_Y,
     SHOWN,
+    STRIP,
     ULP_BINS,
 )
 
@@ -45,18 +47,14 @@ def _number_of(value):
     return lambda value: np.float64(value)
 
 
-def _narrow(value, like):
-    """Return an integer in another's type, for numba widens results to 64 bits; compiled as :func:`_narrow_of` says."""
+def _finite(value):
+    """Tell whether a float64 is finite; compiled as :func:`_finite_of` says."""
     raise NotImplementedError
 
 
-def _narrow_of(value, like):
-    integer = getattr(np, str(like))
-
-    def narrow(value, like):
-        return integer(value)
-
-    return narrow
+def _finite_of(value):
+    # not numba's isfinite, value - value == 0: LLVM takes that to be so where terms may be reordered and value is a sum
+    return lambda value: np.abs(value) < np.inf
 
 
 def _larger(a, b):
@@ -90,87 +88,181 @@ def _array_of(pointer, shape):
     return lambda pointer, shape: carray(pointer, shape)
 
 
+def _fused(a, b, c):
+    """Return a * b + c, rounded once where the processor can; compiled as :func:`_fused_of` says."""
+    raise NotImplementedError
+
+
+def _fused_of(a, b, c):
+    @intrinsic
+    def fused(context, a, b, c):
+        def call(context, builder, signature, arguments):
+            double = ir.DoubleType()
+            kind = ir.FunctionType(double, [double] * 3)
+            # LLVM fuses no product that is used twice, though two fused ones cost less than a product and two sums
+            function = builder.module.declare_intrinsic("llvm.fmuladd", [double], kind)
+            return builder.call(function, arguments, fastmath=("contract", "reassoc", "nsz"))
+
+        return types.float64(a, b, c), call
+
+    return lambda a, b, c: fused(a, b, c)
+
+
+def _wide():
+    """Let the calling function use the processor's widest vectors; compiled as :func:`_wide_of` says."""
+    raise NotImplementedError
+
+
+def _wide_of():
+    @intrinsic
+    def wide(context):
+        def call(context, builder, signature, arguments):
+            # without it LLVM takes half of AVX-512, for code with few vectors; llvmlite's own add() takes no values
+            set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+            return context.get_dummy_value()
+
+        return types.none(), call
+
+    return lambda: wide()
+
+
 def _sums(
-    x, y, bits_x, bits_y, row_d2, row_x2, row_y2, row_max, row_mismatch, column_d2, column_y2, column_max, counts,
-    places, spare_x, spare_y, rows, features, shown, exponent, first_row, best,
+    x, y, row_d2, row_x2, row_y2, row_max, row_mismatch, column_d2, column_y2, column_max, counts, places,
+    spare_x, spare_y, zeros, strip_columns, strip_rows, rows, features, shown, first_row, best,
 ):  # fmt: skip
     """Take blocks x and y [rows, features] in one pass: fill in their rows, add to the columns and to the counts.
 
-    All but the last six are pointers. ``bits_x``, ``bits_y``: the blocks as integers; ``spare_x``, ``spare_y``: zeros
-    [3, features], of which the first row stays so; ``exponent``: the bits of the exponent, all set where a value is not
-    finite; ``shown``: for how many ``places`` there is room; ``best``: the largest |x - y| so far, what is returned.
+    All but the last five are pointers. ``spare_x``, ``spare_y``: room for [GROUP, STRIP] values; ``zeros``: STRIP
+    values of zero; ``strip_columns``, ``strip_rows``: room for float64 [3, STRIP] and [GROUP, 4]; ``shown``: for how
+    many ``places`` there is room; ``best``: the largest |x - y| so far, what is returned.
     """
     blocks = _array(x, (rows, features)), _array(y, (rows, features))
-    words = _array(bits_x, (rows, features)), _array(bits_y, (rows, features))
     per_row = _array(row_d2, rows), _array(row_x2, rows), _array(row_y2, rows), _array(row_max, rows)
     per_column = _array(column_d2, features), _array(column_y2, features), _array(column_max, features)
     odd = _array(row_mismatch, rows), _array(counts, COUNTS), _array(places, (shown, 2))
-    spare = _array(spare_x, (3, features)), _array(spare_y, (3, features))
-    return _pass(blocks, words, per_row, per_column, odd, spare, exponent, first_row, best)
+    spare = _array(spare_x, (GROUP, STRIP)), _array(spare_y, (GROUP, STRIP)), _array(zeros, STRIP)
+    strip = _array(strip_columns, (3, STRIP)), _array(strip_rows, (GROUP, 4))
+    return _pass(blocks, per_row, per_column, odd, spare, strip, first_row, best)
 
 
-def _pass(blocks, words, per_row, per_column, odd, spare, exponent, first_row, best):
-    """Do what :func:`_sums` says. Two rows go together, so that each column is loaded and stored once for both."""
-    (x, y), (bits_x, bits_y), (row_mismatch, counts, places), (spare_x, spare_y) = blocks, words, odd, spare
-    row_d2, row_x2, row_y2, row_max = per_row
-    column_d2, column_y2, column_max = per_column
+def _pass(blocks, per_row, per_column, odd, spare, strip, first_row, best):
+    """Do what :func:`_sums` says, by strips of GROUP rows and STRIP columns, whose sums stay in the nearest cache.
+
+    A value that is not finite shows in the squares of its row: these are looked at before a strip is added.
+    """
+    (x, y), (row_d2, row_x2, row_y2, row_max), (row_mismatch, counts, places) = blocks, per_row, odd
+    (column_d2, column_y2, column_max), (spare_x, spare_y, zeros), (of_columns, of_rows) = per_column, spare, strip
     rows, features = x.shape
-    for row in range(0, rows, 2):
-        two = row + 1 < rows
-        x0, y0 = x[row], y[row]
-        x1, y1 = (x[row + 1], y[row + 1]) if two else (spare_x[0], spare_y[0])
-        if _any_odd(bits_x[row], bits_y[row], exponent):
-            row_mismatch[row] = _take_out(x0, y0, spare_x[1], spare_y[1], counts, places, first_row + row)
-            x0, y0 = spare_x[1], spare_y[1]
-        if two and _any_odd(bits_x[row + 1], bits_y[row + 1], exponent):
-            row_mismatch[row + 1] = _take_out(x1, y1, spare_x[2], spare_y[2], counts, places, first_row + row + 1)
-            x1, y1 = spare_x[2], spare_y[2]
-        d2_0 = x2_0 = y2_0 = d2_1 = x2_1 = y2_1 = 0.0
-        max_0 = max_1 = 0.0
-        for column in range(features):
-            p, q = _number(x0[column]), _number(y0[column])
-            size_0, d0, s0 = np.abs(p - q), (p - q) * (p - q), q * q
-            d2_0, x2_0, y2_0 = d2_0 + d0, x2_0 + p * p, y2_0 + s0
-            max_0 = _larger(max_0, size_0)
-            p, q = _number(x1[column]), _number(y1[column])
-            size_1, d1, s1 = np.abs(p - q), (p - q) * (p - q), q * q
-            d2_1, x2_1, y2_1 = d2_1 + d1, x2_1 + p * p, y2_1 + s1
-            max_1 = _larger(max_1, size_1)
-            column_d2[column] += d0 + d1
-            column_y2[column] += s0 + s1
-            column_max[column] = _larger(column_max[column], _larger(size_0, size_1))
-        row_d2[row], row_x2[row], row_y2[row], row_max[row] = d2_0, x2_0, y2_0, max_0
-        if max_0 > best:
-            best, counts[MAX_ROW], counts[MAX_FEATURE] = max_0, first_row + row, _where(x0, y0, max_0)
-        if two:
-            row_d2[row + 1], row_x2[row + 1], row_y2[row + 1], row_max[row + 1] = d2_1, x2_1, y2_1, max_1
-            if max_1 > best:
-                best, counts[MAX_ROW], counts[MAX_FEATURE] = max_1, first_row + row + 1, _where(x1, y1, max_1)
+    for row in range(rows):
+        row_d2[row] = row_x2[row] = row_y2[row] = row_max[row] = 0.0
+        row_mismatch[row] = False
+    for first in range(0, rows, GROUP):
+        last = min(first + GROUP, rows)
+        for start in range(0, features, STRIP):
+            stop = min(start + STRIP, features)
+            if not _strip(x, y, zeros, first, last, start, stop, of_columns, of_rows):
+                for row in range(first, last):
+                    n = row - first
+                    if not _finite(of_rows[n, 1] + of_rows[n, 2]):
+                        row_mismatch[row] = True  # so it may be: see below
+                    _clean(x[row][start:stop], y[row][start:stop], spare_x[n], spare_y[n])
+                _strip(spare_x, spare_y, zeros, 0, last - first, 0, stop - start, of_columns, of_rows)
+            _add(of_columns, column_d2[start:stop], column_y2[start:stop], column_max[start:stop])
+            for n in range(last - first):
+                row_d2[first + n] += of_rows[n, 0]
+                row_x2[first + n] += of_rows[n, 1]
+                row_y2[first + n] += of_rows[n, 2]
+                row_max[first + n] = _larger(row_max[first + n], of_rows[n, 3])
+    at = -1
+    for row in range(rows):
+        if row_mismatch[row]:
+            row_mismatch[row] = _count_row(x[row], y[row], counts, places, first_row + row)
+        if row_max[row] > best:
+            best, at = row_max[row], row
+    if at >= 0:
+        counts[MAX_ROW], counts[MAX_FEATURE] = first_row + at, _where(x[at], y[at], best)
     return best
 
 
-def _any_odd(x, y, exponent):
-    """Tell whether a value of two rows, given as bits, is not finite."""
-    largest = _narrow(0, exponent)
-    for column in range(len(x)):
-        p, q = _narrow(x[column] & exponent, exponent), _narrow(y[column] & exponent, exponent)
-        p = q if q > p else p
-        largest = p if p > largest else largest
-    return largest == exponent
+def _strip(x, y, zeros, first, last, start, stop, of_columns, of_rows):
+    """Fill in the sums of a strip, at most [GROUP, STRIP] values; tell whether its squares are finite.
 
-
-def _take_out(x, y, clean_x, clean_y, counts, places, row):
-    """Count a row's pairs with a non-finite member; tell whether any is so on one side only.
-
-    ``clean_x``, ``clean_y``: the row again, with zeros in the place of these pairs.
+    ``of_columns``: d2, y2 and largest |d| of its columns; ``of_rows``: d2, x2, y2 and largest |d| of its rows.
     """
+    width, squares = stop - start, 0.0
+    columns = of_columns[0][:width], of_columns[1][:width], of_columns[2][:width]
+    for values in columns:
+        for column in range(width):
+            values[column] = 0.0
+    for row in range(first, last, 4):
+        n = row - first
+        pairs = (
+            (_part(x, zeros, row, last, start, stop), _part(y, zeros, row, last, start, stop)),
+            (_part(x, zeros, row + 1, last, start, stop), _part(y, zeros, row + 1, last, start, stop)),
+            (_part(x, zeros, row + 2, last, start, stop), _part(y, zeros, row + 2, last, start, stop)),
+            (_part(x, zeros, row + 3, last, start, stop), _part(y, zeros, row + 3, last, start, stop)),
+        )
+        _four(pairs, columns, of_rows[n : n + 4])
+        for row_of_four in range(n, n + 4):
+            squares += of_rows[row_of_four, 1] + of_rows[row_of_four, 2]
+    return _finite(squares)
+
+
+def _part(values, zeros, row, last, start, stop):
+    """Return columns ``start ... stop`` of a row; zeros where it is not before row ``last``."""
+    return values[row][start:stop] if row < last else zeros[: stop - start]
+
+
+def _four(pairs, columns, rows):
+    """Add four rows of a strip to its columns, each of which is loaded and stored once; fill in their own sums."""
+    _wide()
+    ((x0, y0), (x1, y1), (x2, y2), (x3, y3)), (column_d2, column_y2, column_max) = pairs, columns
+    row0 = row1 = row2 = row3 = (0.0, 0.0, 0.0, 0.0)
+    for n in range(len(x0)):
+        column = column_d2[n], column_y2[n], column_max[n]
+        row0, column = _pair(_number(x0[n]), _number(y0[n]), row0, column)
+        row1, column = _pair(_number(x1[n]), _number(y1[n]), row1, column)
+        row2, column = _pair(_number(x2[n]), _number(y2[n]), row2, column)
+        row3, column = _pair(_number(x3[n]), _number(y3[n]), row3, column)
+        column_d2[n], column_y2[n], column_max[n] = column
+    rows[0, 0], rows[0, 1], rows[0, 2], rows[0, 3] = row0
+    rows[1, 0], rows[1, 1], rows[1, 2], rows[1, 3] = row1
+    rows[2, 0], rows[2, 1], rows[2, 2], rows[2, 3] = row2
+    rows[3, 0], rows[3, 1], rows[3, 2], rows[3, 3] = row3
+
+
+def _pair(p, q, row, column):
+    """Return the sums d2, x2, y2, largest |d| of a row and d2, y2, largest |d| of a column, with one pair more."""
+    d = p - q
+    size = np.abs(d)
+    more = _fused(d, d, row[0]), _fused(p, p, row[1]), _fused(q, q, row[2]), _larger(row[3], size)
+    return more, (_fused(d, d, column[0]), _fused(q, q, column[1]), _larger(column[2], size))
+
+
+def _add(strip, d2, y2, largest):
+    """Add what a strip says of its columns to what is known of them so far."""
+    strip_d2, strip_y2, strip_max = strip[0], strip[1], strip[2]
+    for column in range(len(d2)):
+        d2[column] += strip_d2[column]
+        y2[column] += strip_y2[column]
+        largest[column] = _larger(largest[column], strip_max[column])
+
+
+def _clean(x, y, clean_x, clean_y):
+    """Copy two rows of a strip with zeros in the place of each pair with a non-finite member."""
+    for column in range(len(x)):
+        finite = _finite(_number(x[column])) and _finite(_number(y[column]))
+        clean_x[column] = x[column] if finite else 0
+        clean_y[column] = y[column] if finite else 0
+
+
+def _count_row(x, y, counts, places, row):
+    """Count a row's pairs with a non-finite member; tell whether any is so on one side only."""
     mismatch = False
     for column in range(len(x)):
         p, q = _number(x[column]), _number(y[column])
-        clean_x[column], clean_y[column] = x[column], y[column]
-        if np.isfinite(p) and np.isfinite(q):
+        if _finite(p) and _finite(q):
             continue
-        clean_x[column] = clean_y[column] = 0
         counts[EXCLUDED] += 1
         counts[NAN_X] += np.isnan(p)
         counts[NAN_Y] += np.isnan(q)
@@ -186,9 +278,10 @@ def _take_out(x, y, clean_x, clean_y, counts, places, row):
 
 
 def _where(x, y, size):
-    """Return the first column of two rows where |x - y| is ``size``."""
+    """Return the first column of two rows where both are finite and |x - y| is ``size``."""
     for column in range(len(x)):
-        if np.abs(_number(x[column]) - _number(y[column])) == size:
+        p, q = _number(x[column]), _number(y[column])
+        if np.abs(p - q) == size and _finite(p) and _finite(q):
             return column
     return 0
 
@@ -267,8 +360,8 @@ def _ranks(histograms, targets, found, last, wanted):
 
 
 _PARTS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "always": (_count,),
-    "never": (_any_odd, _take_out, _where, _pass, _each16, _each32),
+    "always": (_count, _pair),
+    "never": (_count_row, _clean, _where, _add, _part, _four, _strip, _pass, _each16, _each32),
 }
 """Functions that the compiled ones call, by whether their text is put in the place of the call."""
 
@@ -277,7 +370,16 @@ def _itself(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]
     return function
 
 
-for _stub, _made in ((_number, _number_of), (_narrow, _narrow_of), (_larger, _larger_of), (_array, _array_of)):
+_STUBS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
+    (_number, _number_of),
+    (_finite, _finite_of),
+    (_larger, _larger_of),
+    (_fused, _fused_of),
+    (_wide, _wide_of),
+    (_array, _array_of),
+)
+
+for _stub, _made in _STUBS:
     overload(_stub, inline="always")(_made)
 for _inline, _functions in _PARTS.items():
     for _function in _functions:

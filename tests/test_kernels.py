@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from probe import files, kernels, machine
-from probe.metrics import PairMeasure, PairMetrics
+from probe.metrics import BLOCK_VALUES, PairMeasure, PairMetrics
 from probe.store.dtypes import narrow, round_to, widen
 from probe.ulp import UlpHistogram
 
@@ -210,6 +210,26 @@ def test_large_blocks_and_equal_ones_give_equal_figures_both_ways(loaded):
     y[299, 1999] = np.nan
     assert_same(*in_both_ways(loaded, x, y, "float32"), x.size)
     assert_same(*in_both_ways(loaded, x, y, "bfloat16"), x.size)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float64"])
+def test_values_that_are_not_finite_in_several_strips_give_equal_figures_both_ways(loaded, kind):
+    # GIVEN rows and columns for more strips than one, of which some hold such values, on one side and on both
+    rows, features = kernels.GROUP + 7, kernels.STRIP + 20
+    assert rows * features < BLOCK_VALUES  # so that one call takes them
+    rng = np.random.default_rng(5)
+    x, y = (round_to(rng.standard_normal((rows, features)), kind) for _ in range(2))
+    last, right = rows - 1, kernels.STRIP + 3
+    for row, column in [(1, right), (1, 5), (kernels.GROUP, 0), (last, right), (last, 2), (3, right), (4, 4), (5, 5)]:
+        x[row, column] = np.nan if column % 2 else -np.inf
+    y[2, right] = x[2, right] = np.inf
+    y[last, 9], y[0, 0] = np.nan, np.inf
+    # WHEN they are measured both ways THEN each figure is the same, and the first eight are found row by row
+    both = in_both_ways(loaded, x, y, kind)
+    assert_same(*both, x.size)
+    first = [(0, 0), (1, 5), (1, right), (3, right), (4, 4), (5, 5), (kernels.GROUP, 0), (last, 2)]
+    assert list(both[1].nonfinite_at) == first
+    assert both[1].pairs == x.size - 11
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
