@@ -5,10 +5,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SGLANG := .sglang
 DEMO ?= probe-demo
 TESTERS ?= 2
 
-.PHONY: setup demo test fast lint browser matrix faults healthy clean
+.PHONY: setup sglang demo test fast lint browser matrix faults healthy clean
 
 setup: $(READY)
 
@@ -20,12 +21,21 @@ $(READY): constraints.txt setup.cfg setup.py hooks/start.pth pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(READY)
 
+# SGLang for its tests, over the environment and not in it: it pins older transformers. Some 100 MB; what it cannot have
+# on a CPU (kernels, triton) tests/sglang_cpu stands in for.
+sglang: $(SGLANG)/.ready
+
+$(SGLANG)/.ready: $(READY) tests/sglang_cpu/requirements.txt
+	rm -rf $(SGLANG)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(SGLANG) --requirement tests/sglang_cpu/requirements.txt
+	touch $@
+
 # The whole loop: make the small model, dump a rollout and an actor, compare, write the reports.
 demo: setup
 	$(BIN)/probe demo -o $(DEMO) --force
 
 # Everything: style, types, every test (the slow ones start real engines and a browser), in two processes by default.
-test: setup browser lint
+test: setup sglang browser lint
 	$(BIN)/python -m pytest -m "slow or not slow" --numprocesses $(TESTERS) --dist loadfile
 
 fast: setup
@@ -57,4 +67,4 @@ healthy: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/healthy.py probe-healthy
 
 clean:
-	rm -rf $(VENV) $(DEMO) probe-matrix probe-healthy .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(SGLANG) $(DEMO) probe-matrix probe-healthy .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

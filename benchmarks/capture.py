@@ -22,6 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from probe import PrecisionDebugger, open_dump
 
 ROUNDS = 7
+CASES = ("plain", "dump", "hooked", "statistics", "reduced", "write", "after")
 
 
 def make_model() -> torch.nn.Module:
@@ -48,11 +49,15 @@ def raw_write(folder: Path, size: int) -> None:
         os.fsync(file.fileno())
 
 
-def dump_once(model: torch.nn.Module, forward: Callable[[], object], folder: Path) -> None:
-    """Record one forward completely."""
+def dump_once(
+    model: torch.nn.Module, forward: Callable[[], object], folder: Path, task: str = "tensor"
+) -> tuple[float, float]:
+    """Record one forward completely; return the seconds of all of it and of the hooked forward alone."""
     shutil.rmtree(folder, ignore_errors=True)
-    with PrecisionDebugger(dump_path=str(folder), enabled=True).start(model):
-        forward()
+    start = time.perf_counter()
+    with PrecisionDebugger(dump_path=str(folder), task=task, enabled=True).start(model):
+        hooked = seconds(forward)
+    return time.perf_counter() - start, hooked
 
 
 def main() -> None:
@@ -70,10 +75,17 @@ def main() -> None:
     dump_once(model, forward, folder)
     file = folder / "actor" / "step0" / "rank0.h5"
     size = file.stat().st_size
-    times: dict[str, list[float]] = {name: [] for name in ("plain", "dump", "write", "after")}
+    dump_once(model, forward, scratch / "statistics", "statistics")
+    small = (scratch / "statistics" / "actor" / "step0" / "rank0.h5").stat().st_size
+    times: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(ROUNDS):
         times["plain"].append(seconds(forward))
-        times["dump"].append(seconds(lambda: dump_once(model, forward, folder)))
+        whole, hooked = dump_once(model, forward, folder)
+        times["dump"].append(whole)
+        times["hooked"].append(hooked)
+        whole, hooked = dump_once(model, forward, scratch / "statistics", "statistics")
+        times["statistics"].append(whole)
+        times["reduced"].append(hooked)
         times["write"].append(seconds(lambda: raw_write(scratch, size)))
         times["after"].append(seconds(forward))
     middle = {name: statistics.median(values) for name, values in times.items()}
@@ -82,12 +94,16 @@ def main() -> None:
     rows = [
         ("recorded tensors", f"{tensors}"),
         ("file", f"{size / 1e6:.0f} MB"),
+        ("file of statistics", f"{small / 1e6:.1f} MB"),
         ("plain forward", f"{middle['plain']:.3f} s"),
         ("forward with tensor dump / plain forward", f"{middle['dump'] / middle['plain']:.2f}"),
         (
             "forward with tensor dump / (plain + raw write)",
             f"{middle['dump'] / (middle['plain'] + middle['write']):.2f}",
         ),
+        ("the hooked forward alone / plain forward", f"{middle['hooked'] / middle['plain']:.2f}"),
+        ("forward with statistics dump / plain forward", f"{middle['statistics'] / middle['plain']:.2f}"),
+        ("the hooked forward alone / plain forward", f"{middle['reduced'] / middle['plain']:.2f}"),
         ("forward after stop() / before start()", f"{middle['after'] / middle['plain']:.2f}"),
     ]
     for name, value in rows:

@@ -32,7 +32,7 @@ from probe.hooks.runners.job import (
 )
 from probe.hooks.runners.parallel import listed
 from probe.hooks.runners.prompts import model_of_sequences
-from probe.settings import ENVIRONMENT, TASKS
+from probe.settings import ENVIRONMENT, STATISTICS, TASKS, TENSOR, TOKENS
 from probe.store.reader import Dump, open_dump
 
 DEVICES = ("auto", "cpu", "cuda", "npu")
@@ -59,9 +59,9 @@ ENGINE_OPTIONS = {
 """Options that only some engines can honour; with another engine they are refused rather than ignored."""
 
 
-JOB_OPTIONS = ("task", "steps", "seqs", "rows", "layers", "max_bytes")
+JOB_OPTIONS = ("steps", "seqs", "rows", "layers", "max_bytes")
 """Options that only say something about ``-- COMMAND``."""
-SHARED_OPTIONS = ("stage", "prompts_only", "output", "force")
+SHARED_OPTIONS = ("stage", "prompts_only", "task", "output", "force")
 """Options that mean the same with and without ``-- COMMAND``; every other one is refused beside it."""
 COMMAND = "probe.command"
 """Key of the words after ``--`` in click's context."""
@@ -250,7 +250,6 @@ def job_option(setting: str, type: click.ParamType | None = None) -> dict[str, A
     help="megatron, fsdp, fsdp1: data-parallel ranks.  [default: as --ep; 2 for fsdp and fsdp1]",
 )
 @parallel_group("--sp", is_flag=True, help="megatron: sequence parallelism between the tensor-parallel ranks.")
-@job_group("--task", **job_option("task", type=click.Choice(TASKS)), help="tokens: no tensors, at full speed.")
 @job_group(
     "--steps",
     **job_option("step", type=Numbers()),
@@ -260,6 +259,12 @@ def job_option(setting: str, type: click.ParamType | None = None) -> dict[str, A
 @job_group("--rows", **job_option("rows"), help="Tokens of each whose tensors are stored, 0 for all.  [default: 256]")
 @job_group("--layers", **job_option("layers", type=Numbers()), help="Layers whose tensors are stored.  [default: all]")
 @job_group("--max-bytes", **job_option("max_bytes"), help="Bytes of tensors per file, 0 for all.  [default: 2 GB]")
+@output_group(
+    "--task",
+    **job_option("task", type=click.Choice(TASKS)),
+    help="statistics: of each row of each tensor, in place of its values; tokens (with -- COMMAND): no tensors, at "
+    "full speed.  [default: tensor]",
+)
 @output_group("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the new dump.")
 @output_group("--force", is_flag=True, help="Replace a dump that is already there.")
 @click.pass_context
@@ -316,6 +321,7 @@ def make_job(options: dict[str, Any]) -> DumpJob:
         parallel=Parallel(**sizes),
         engine_args=dict(options["engine_arg"]),
         force=options["force"],
+        task=STATISTICS if options["task"] == STATISTICS else TENSOR,
         noise=options["seed"] if options["noise"] else None,
         **{name: options[name] for name in same},
     )
@@ -346,6 +352,8 @@ def _refuse_ignored(context: click.Context, command: Sequence[str] | None) -> No
     for name, option in _typed(context).items():
         if command is None and name in JOB_OPTIONS:
             raise UsageError(f"{option} has no effect without a program", "add -- COMMAND..., or leave it out")
+        if command is None and name == "task" and context.params["task"] == TOKENS:
+            raise UsageError(f"{option} {TOKENS} has no effect without a program", "add -- COMMAND..., or leave it out")
         if command is not None and name not in (*JOB_OPTIONS, *SHARED_OPTIONS):
             raise UsageError(f"{option} has no effect on a program of your own (-- COMMAND)", "leave it out")
     if command is None and context.params.get("stage") == ALL:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from probe.hooks.runners.job import PROCESSED, DumpJob
+from probe.settings import STATISTICS
 from probe.store.reader import Dump
 
 
@@ -16,6 +17,7 @@ def next_command(dump: Dump, job: DumpJob) -> str:
     if job.source is not None:
         return f"probe compare {shlex.quote(str(job.source))} {here}"
     alike = f" --logprobs-mode {PROCESSED}" if job.sampling.logprobs_mode == PROCESSED else ""
+    alike += f" --task {STATISTICS}" if job.task == STATISTICS else ""
     return f"probe dump --stage actor --from {here}{alike} -o {shlex.quote(str(dump.path.with_name('actor')))}"
 
 

@@ -70,6 +70,9 @@ def replay_dump(dump: Dump, weights: Path | None) -> dict[str, Any]:
     from probe.compare.replay.run import OTHER_CHECKPOINT, replay_side
     from probe.compare.side import read_side
 
+    if dump.reduced:
+        problem = f"a replay needs values, and {dump.path} holds statistics of rows (task statistics)"
+        raise CompareError(problem, "record it with task tensor")
     done = replay_side(read_side(dump), "", weights)
     if done.found.foreign:
         raise CheckpointError(

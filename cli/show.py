@@ -20,6 +20,8 @@ MAX_SEQUENCES, MAX_TENSORS, MAX_MODULES = 12, 400, 8
 """Lines shown before a note says how many were left out (--all shows them, --json always does)."""
 HEAD_ROWS, TAIL_ROWS, FEATURES = 3, 1, 6
 STATISTICS = ("min", "max", "mean", "norm")
+OF_ROWS = ("norm", "sum", "largest", "smallest", "NaN", "Inf")
+"""What is shown of a row of which only statistics are stored, as :mod:`probe.store.statistics` numbers them."""
 
 
 @click.command(
@@ -134,6 +136,7 @@ def _tensor(info: TensorInfo) -> dict[str, Any]:
         "ranks": info.over_ranks,
         "left_out": info.left_out,
         "lacking": info.lacking,
+        "reduced": info.reduced,
     }
 
 
@@ -157,7 +160,9 @@ def _module(dump: Dump, path: str, slot: str) -> dict[str, Any]:
 
 
 def _values(dump: Dump, info: TensorInfo) -> list[dict[str, Any]]:
-    """Return the first features of the first and last rows; one stored block is in memory at a time."""
+    """Return the first features (or the statistics) of the first and last rows, a stored block at a time."""
+    if info.reduced:
+        return _statistics(dump, info)
     head: list[dict[str, Any]] = []
     tail: list[dict[str, Any]] = []
     for values, rows in dump.iter_blocks(info.module, info.slot) if info.rows else ():
@@ -167,6 +172,17 @@ def _values(dump: Dump, info: TensorInfo) -> list[dict[str, Any]]:
         last = max(missing, len(flat) - TAIL_ROWS, 0)
         tail = [_row(dump, *pair) for pair in zip(flat[last:], rows[last:])] or tail
     return head + tail
+
+
+def _statistics(dump: Dump, info: TensorInfo) -> list[dict[str, Any]]:
+    from probe.store.statistics import merged
+
+    if not info.rows or (info.ranks > 1 and info.shard == "partial"):
+        return []
+    values = merged(dump.read_statistics(info.module, info.slot))[:, : len(OF_ROWS)]
+    pairs = list(zip(values, dump.rows(info.module, info.slot)))
+    last = max(HEAD_ROWS, len(pairs) - TAIL_ROWS)
+    return [_row(dump, *pair) for pair in pairs[:HEAD_ROWS] + pairs[last:]]
 
 
 def _row(dump: Dump, values: Any, row: Any) -> dict[str, Any]:
@@ -194,6 +210,7 @@ def _print_dump(data: dict[str, Any], everything: bool) -> None:
         "batching": ", ".join(f"{k} {v}" for k, v in (manifest.get("batching") or {}).items()),
         "backends": ", ".join(f"{k} {v}" for k, v in (manifest.get("backends") or {}).items() if v is not None),
         "rows": "prompt tokens only" if manifest.get("prompts_only") else "",
+        "task": manifest.get("task") if manifest.get("task") != "tensor" else "",
         "created": f"{manifest.get('created')} by probe {manifest.get('probe')}",
     }
     for name, text in facts.items():
@@ -240,6 +257,9 @@ def _print_tensors(tensors: list[dict[str, Any]], everything: bool) -> None:
     lacking = [t for t in tensors if t["lacking"]]
     if lacking:
         common.say(f"{len(lacking)} tensors are not whole ({lacking[0]['module']}: {lacking[0]['lacking']})", "yellow")
+    reduced = sum(t["reduced"] for t in tensors)
+    if reduced:
+        common.say(f"of {reduced} of {len(tensors)} tensors statistics of each row are stored, not the values", "dim")
     if not all(t["per_token"] for t in shown):
         common.say("* one row per call: no axis of it runs along tokens", "dim")
 
@@ -279,11 +299,13 @@ def _print_values(tensor: dict[str, Any]) -> None:
     common.say(f"  {tensor['slot']}: {tensor['dtype']} {rows} rows x {features}, {statistics}{trouble}{ranks}")
     if tensor["lacking"]:
         common.say(f"    {tensor['left_out']} rows are left out: {tensor['lacking']}", "yellow")
+    if tensor["reduced"]:
+        common.say(f"    {'of each row':<14}{''.join(f'{name:>12}' for name in OF_ROWS)}", "dim")
     gap = tensor["rows"] > HEAD_ROWS + TAIL_ROWS
     for place, row in enumerate(tensor["values"]):
         if gap and place == HEAD_ROWS:
             common.say("    ...", "dim")
         where = f"{row['sequence']} {row['position']}" if tensor["per_token"] else "call"
         values = "".join(f"{number(v):>12}" for v in row["values"])
-        more = " ..." if math.prod(tensor["features"]) > FEATURES else ""
+        more = " ..." if math.prod(tensor["features"]) > FEATURES and not tensor["reduced"] else ""
         common.say(f"    {where:<14}{values}{more}")

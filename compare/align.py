@@ -9,6 +9,7 @@ import numpy as np
 import xxhash
 
 from probe.compare.sequences import SequenceJoin
+from probe.compare.versions import row_versions
 from probe.store.schema import Sequence
 
 _POSITION_BITS = 32
@@ -92,29 +93,28 @@ def read_table(rows: np.ndarray) -> RowTable:
 class RowAligner:
     """Join row tables of two dumps whose sequences were joined; equal tables are joined once.
 
-    Rows of other weight versions do not join where both dumps count versions (a dump whose versions are all 0 does
-    not), unless ``across_versions``.
+    Rows of other weight versions (:func:`probe.compare.versions.row_versions`) do not join, unless ``across_versions``.
     """
 
     def __init__(
         self, join: SequenceJoin, a: Listing[Sequence], b: Listing[Sequence], *, across_versions: bool = False
     ) -> None:
         self.join, self.sequences = join, (a, b)
-        counted = all(any(s.weight_version for s in side) for side in (a, b)) and not across_versions
-        self.versions = np.unique([s.weight_version for side in (a, b) for s in side] if counted else [0])
+        found = ([0] * len(a), [0] * len(b)) if across_versions else row_versions(join, a, b)
+        versions = [np.array(side, np.int64) for side in found]
+        self.versions = np.unique(np.concatenate(versions)) if any(found) else np.zeros(1, np.int64)
         self.prefix = np.array([pair.prefix for pair in join.pairs], np.int64)
-        self.pair, self.version, self._rank = zip(*(self._numbers(side, counted) for side in (0, 1)))
+        self.pair, self.version, self._rank = zip(*(self._numbers(side, versions[side]) for side in (0, 1)))
         self._tables: dict[int, RowTable] = {}
         self._joins: dict[tuple[int, int], RowJoin] = {}
 
-    def _numbers(self, side: int, counted: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _numbers(self, side: int, versions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return per sequence its pair (-1: none), the number of its weight version and its place among the pieces."""
         sequences = self.sequences[side]
         pair, rank = np.full(len(sequences), -1, np.int64), np.zeros(len(sequences), np.int64)
         for number, joined in enumerate(self.join.pairs):
             for place, piece in enumerate(joined.pieces(side)):
                 pair[piece], rank[piece] = number, place
-        versions = np.array([s.weight_version if counted else 0 for s in sequences], np.int64)
         return pair, np.searchsorted(self.versions, versions), rank
 
     def rows(self, rows_a: np.ndarray, rows_b: np.ndarray) -> RowJoin:

@@ -11,6 +11,7 @@ import numpy as np
 
 from probe.compare.align import NO_ROWS, RowAligner, RowJoin, RowTable, last_of_equals, pack
 from probe.compare.report.model import ROW_REASONS
+from probe.compare.untrained import need_no_partner
 from probe.metrics import BLOCK_VALUES
 from probe.store.budget import Budget, within_rows
 from probe.store.reader import Dump
@@ -22,7 +23,10 @@ REASONS = tuple(ROW_REASONS)
 """Why a row did not join (docs/report.md). A row counts under the first that fits; the last one fits any."""
 
 EXCUSED = frozenset(
-    {"padding", "computed_again", "prefix_cache", "not_executed", "prompts_only", "budget", "beyond_prefix"}
+    {
+        *("padding", "computed_again", "not_trained", "prefix_cache", "not_executed"),
+        *("prompts_only", "budget", "beyond_prefix"),
+    }
 )
 """Rows that the two sides could not both have stored: they do not lower the share of rows that was compared."""
 
@@ -136,7 +140,7 @@ def token_share(aligner: RowAligner, a: Dump, b: Dump, batch: TokenBatch | None)
     """Return the share of the response tokens of both sides whose log-probs were compared (1 where there is none).
 
     As with rows, what lies after the point where two sequences part does not count, nor does the last token of a
-    sequence where one side has no log-prob of it, nor sequences that a list left out.
+    sequence where one side has no log-prob of it, nor sequences that a list left out or that were not trained on.
     """
     shared, alone = [NO_ROWS], 0
     for side, dump in enumerate((a, b)):
@@ -144,7 +148,8 @@ def token_share(aligner: RowAligner, a: Dump, b: Dump, batch: TokenBatch | None)
         _, position, pair, _ = aligner.places(pack(response["sequence"], response["position"]), side)
         other = (b, a)[side]
         listed = 0 < other.budget.listed <= len(other.sequences)
-        alone += 0 if listed else int((pair < 0).sum())
+        lone = response["sequence"][pair < 0]
+        alone += 0 if listed else int((~need_no_partner(aligner.join, a, b, side, lone)).sum())
         within = np.flatnonzero(pair >= 0)
         within = within[position[within] < aligner.prefix[pair[within]]]
         shared.append(pack(pair[within], position[within]))
@@ -253,8 +258,11 @@ def _reasons(lone: _Lone, joined: _Joined, held: np.ndarray, dumps: tuple[Dump, 
     told_not_to = short[1 - lone.side] and not short[lone.side]
     response = np.where(within, lone.position >= lone.prompt, lone.known == lone.prefix)
     budget = lone.over_budget(held, dumps[1 - lone.side].budget)
+    untrained = lone.pair < 0
+    untrained[untrained] = need_no_partner(lone.aligner.join, *dumps, lone.side, lone.sequence[untrained])
     fits = {
         "computed_again": (lone.pair >= 0) & np.isin(lone.key, joined.keys),
+        "not_trained": untrained,
         "other_sequence": (lone.pair < 0) & ~budget,
         "other_version": lone.versions(held),
         "prefix_cache": within & (lone.position < lone.cached),

@@ -21,6 +21,7 @@ from probe.compare.names.base import RECOMPUTED, Source, key_of, label_of
 from probe.compare.report.model import ROW_REASONS, clean_floats
 from probe.compare.sequences import join_sequences
 from probe.compare.side import Side
+from probe.compare.weights_gate import settle_lag
 from probe.errors import ProbeError, UsageError
 
 OPERATION_WORDS = {
@@ -76,7 +77,9 @@ def explain(
     given = load_map(mapping) if mapping is not None else None
     with open_sides(path_a, path_b, step) as (a, b, _):
         side_a, side_b = read_mapped(a, b, given)
-        aligner = RowAligner(join_sequences(a, b), a.sequences, b.sequences, across_versions=across_versions)
+        join = join_sequences(a, b)
+        settle_lag(join, side_a, side_b)
+        aligner = RowAligner(join, a.sequences, b.sequences, across_versions=across_versions)
         view = _View(side_a, side_b, match_tensors(side_a, side_b), aligner)
         entries = [*_pairs(view, name), *_unpaired(view, name)]
         if not entries:

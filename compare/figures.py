@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
@@ -164,7 +165,8 @@ def measure_stored(readers: Sequence[CanonicalReader], match: Match, join: RowJo
     sources = match.source_a, match.source_b
     a, b = (partial(reader.read_bits, source) for reader, source in zip(readers, sources))
     features = max(reader.features(source) for reader, source in zip(readers, sources))
-    return measure_blocks(a, b, join, coarser_dtype(*_dtypes(readers, match)), features)
+    measure = partial(readers[0].measure, match.source_a)
+    return measure_blocks(a, b, join, coarser_dtype(*_dtypes(readers, match)), features, measure)
 
 
 def measure_rows(x: np.ndarray, y: np.ndarray, join: RowJoin, ulp_dtype: str) -> PairMetrics:
@@ -172,13 +174,15 @@ def measure_rows(x: np.ndarray, y: np.ndarray, join: RowJoin, ulp_dtype: str) ->
     return measure_blocks(partial(_take, x), partial(_take, y), join, ulp_dtype, x.shape[1])
 
 
-def measure_blocks(a: Rows, b: Rows, join: RowJoin, ulp_dtype: str, features: int) -> PairMetrics:
+def measure_blocks(
+    a: Rows, b: Rows, join: RowJoin, ulp_dtype: str, features: int, measuring: Callable[[int, str], Any] = PairMeasure
+) -> PairMetrics:
     """Return the figures of the joined rows of two tensors, read block by block.
 
-    ``features``: how many numbers are read per row. Raises FeaturesDifferError where the two sides' rows are of
-    different lengths.
+    ``features``: how many numbers are read per row; ``measuring``: makes what takes them in, of a number of rows and
+    the dtype of ULPs. Raises FeaturesDifferError where the two sides' rows are of different lengths.
     """
-    measure = PairMeasure(len(join.index_a), ulp_dtype)
+    measure = measuring(len(join.index_a), ulp_dtype)
     step = max(2, BLOCK_VALUES // max(1, features))
     for start in range(0, len(join.index_a), step):
         at = slice(start, start + step)
@@ -189,7 +193,8 @@ def measure_blocks(a: Rows, b: Rows, join: RowJoin, ulp_dtype: str, features: in
             x, y = (widen(values, name) if name else values for values, name in ((x, bits), (y, other)))
             bits = ""
         measure.update(x, y, start, bits)
-    return measure.result()
+    found: PairMetrics = measure.result()
+    return found
 
 
 def _take(values: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, str]:

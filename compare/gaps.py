@@ -8,12 +8,14 @@ from probe.compare.match import UNKNOWN, Entry
 from probe.compare.names.canonical import LOGITS
 from probe.compare.report.model import ROW_REASONS, counted
 from probe.compare.sequences import sequence_labels
+from probe.compare.untrained import untrained
 from probe.compare.weights_gate import WEIGHTS_UNSEEN
 from probe.settings import TOKENS
 from probe.store.reader import Dump
 from probe.store.schema import RL
 
 ROW_GAPS = {
+    "not_trained": "of sequences not trained on",
     "other_sequence": "of sequences on one side only",
     "other_version": "of another weight version",
     "prefix_cache": "not executed (prefix cache)",
@@ -24,16 +26,21 @@ ROW_GAPS = {
 }
 """Reasons that the headline counts (:data:`probe.compare.report.model.ROW_REASONS`), in its words."""
 
+NO_VALUES = "only statistics of its tensors' rows are stored (PROBE_TASK=statistics)"
+ALONE = "the other side holds statistics of rows; 'probe replay' recomputes this side alone"
+
 SILENT = ("padding", "computed_again", "prompts_only", "part_of_shards")
 """Reasons that need no sentence: nothing is lost, or another sentence says it."""
 
 
 def in_brief(e: Evidence) -> list[str]:
     """Return what was not compared, each in a few words; :func:`not_compared` says it in full."""
-    gaps = ["decode not seen"] if any(d.manifest.get("prompts_only") for d in (e.a, e.b)) else []
+    gaps = ["statistics of rows in place of values"] if by_statistics(e) else []
+    gaps += ["decode not seen"] if any(d.manifest.get("prompts_only") for d in (e.a, e.b)) else []
     bare = _without_tensors(e)
-    for side, lone in (("a", e.join.only_a), ("b", e.join.only_b)) if bare else ():
-        gaps += [f"{counted(len(lone), 'sequence')} only in {side}"] if lone else []
+    for side, lone, spared in _lone_sequences(e) if bare else ():
+        gaps += [f"{counted(spared, 'sequence')} of {side} not trained on"] if spared else []
+        gaps += [f"{counted(len(lone) - spared, 'sequence')} only in {side}"] if len(lone) > spared else []
     gaps += ["no tensor was recorded" if len(bare) == 2 else f"{bare[0]} recorded no tensor"] if bare else []
     if e.matching.unavailable:
         labels = [entry.label for entry in e.matching.unavailable]
@@ -126,6 +133,7 @@ def not_compared(e: Evidence) -> list[str]:
         for side, dump in (("a", e.a), ("b", e.b))
         if dump.unread
     ]
+    sentences += _unseen_values(e)
     sentences += _unseen_sequences(e)
     sentences += _unseen_rows(e)
     sentences += _unseen_tensors(e)
@@ -146,13 +154,38 @@ def not_compared(e: Evidence) -> list[str]:
     return sentences
 
 
+def by_statistics(e: Evidence) -> int:
+    """Return how many tensors were compared by statistics of their rows."""
+    return sum(entry.metrics is not None and entry.metrics.is_bound for entry in e.measured)
+
+
+def _unseen_values(e: Evidence) -> list[str]:
+    """Say what statistics cannot show, and what would."""
+    count, sides = by_statistics(e), [side for side, dump in (("a", e.a), ("b", e.b)) if dump.reduced]
+    if not count:
+        return []
+    return [
+        f"values of {tensors(count)}: {' and '.join(sides)} recorded the norm, sum, largest and smallest value of each "
+        "row. What differs by them differs, by as much as is said at least; features that changed places, and changes "
+        "that leave all four as they were, are not seen. Record the tensors in doubt in full (task tensor)"
+    ]
+
+
 def _unseen_sequences(e: Evidence) -> list[str]:
     sentences = []
-    for side, dump, lone in (("a", e.a, e.join.only_a), ("b", e.b, e.join.only_b)):
-        if lone:
-            first = sequence_labels(dump.sequences)[lone[0]]
-            sentences.append(f"{counted(len(lone), 'sequence')} that only {side} has (first {first})")
+    for (side, lone, spared), dump in zip(_lone_sequences(e), (e.a, e.b)):
+        first = f" (first {sequence_labels(dump.sequences)[lone[0]]})" if lone else ""
+        if spared:
+            more = first if spared == len(lone) else ""
+            sentences.append(f"{counted(spared, 'sequence')} of {side} that the trainer did not train on{more}")
+        if len(lone) > spared:
+            sentences.append(f"{counted(len(lone) - spared, 'sequence')} that only {side} has{first}")
     return sentences
+
+
+def _lone_sequences(e: Evidence) -> list[tuple[str, list[int], int]]:
+    """Return for each side the sequences without a partner, and how many of them need none."""
+    return list(zip("ab", (e.join.only_a, e.join.only_b), untrained(e.join, e.a, e.b)))
 
 
 def _unseen_rows(e: Evidence) -> list[str]:

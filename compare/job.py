@@ -134,6 +134,23 @@ def pair_of(path: str | Path, step: int | None = None) -> JobPair:
     )
 
 
+def carried_pair(path: str | Path, step: int | None = None) -> tuple[Path, Path] | None:
+    """Return the (update, log-prob pass) of one step of a job whose rollout was not recorded, None for any other.
+
+    The rollout's log-probs are then those that the trainer was given and stores with its update. ``step``: by default
+    the first that both hold.
+    """
+    stages = stages_of(path)
+    if PAIRS[0][0] in stages or not {TRAINER, PAIRS[0][1]} <= stages.keys():
+        return None
+    both = [stages[TRAINER], stages[PAIRS[0][1]]]
+    common = sorted(both[0].keys() & both[1].keys())
+    chosen = step if step is not None else next(iter(common), None)
+    if chosen is None or chosen not in common:
+        return None
+    return _path(both[0][chosen]), _path(both[1][chosen])
+
+
 def compare_command(path: str | Path, readable: Mapping[str, Collection[int]]) -> str | None:
     """Return the command that compares a job's folder, None where it would be refused.
 
@@ -160,6 +177,9 @@ def _no_pair(folder: Path, stages: Mapping[str, Steps]) -> UsageError:
     held = " and ".join(stages)
     if len(stages) == 1:
         return UsageError(f"{folder} holds {held} alone, not {wanted}", "give the dump to compare it with as well")
+    if TRAINER in stages and PAIRS[0][1] in stages:
+        compares = f"'probe tokens {shlex.quote(str(folder))}' compares the log-probs that its rollout gave the trainer"
+        return UsageError(f"{folder} holds {held}, not {wanted}", compares)
     firsts = (next(iter(steps.values()))[0].parent for steps in stages.values())
     example = " ".join(shlex.quote(str(stage)) for stage, _ in zip(firsts, range(2)))
     return UsageError(f"{folder} holds {held}, not {wanted}", f"name two dumps, such as 'probe compare {example}'")

@@ -23,7 +23,10 @@ def complete_logprobs(side: Side) -> None:
     added = _add_sequences(dump)
     stated = int((dump.manifest.get("layout") or {}).get("vocab_size") or 0)
     wanted = set(range(len(dump.sequences))) if stated > side.shape.vocab else added
-    if source is None or not wanted or not dump.tensors[side.natives[source.native[0]]].rows:
+    if source is None or not wanted:
+        return
+    held = dump.tensors[side.natives[source.native[0]]]
+    if held.reduced or not held.rows:
         return
     vocab = side.shape.vocab or None
     bounds = np.searchsorted(dump.tokens["sequence"], np.arange(len(dump.sequences) + 1))

@@ -53,7 +53,8 @@ class Measured:
 
 @dataclass
 class Measurer:
-    """Measure the matched tensors of two sides; ``maker`` makes their figures, by default threads of this process."""
+    """Measure the matched tensors of two sides; ``maker`` makes their figures, by default threads of this process, from
+    what ``reader`` reads."""
 
     a: Side
     b: Side
@@ -63,11 +64,12 @@ class Measurer:
     observer: Observer | None = None
     jobs: int = 0
     maker: Callable[..., FigureMaker] = FigureMaker
+    reader: type[CanonicalReader] = CanonicalReader
     joins: list[RowJoin] = field(default_factory=list)
     recomputed: tuple[Recomputed, Recomputed] = field(default_factory=lambda: (Recomputed(), Recomputed()))
 
     def __post_init__(self) -> None:
-        self._readers = CanonicalReader(self.a), CanonicalReader(self.b)
+        self._readers = self.reader(self.a), self.reader(self.b)
         self._levels = Levels()
         self._verdicts: dict[str, str] = {}
         dtype = effective_dtype(*model_dtypes(self.a, self.b))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from probe.compare.names.base import ModelShape, Source
 from probe.compare.side import Side
 from probe.errors import CompareError
 from probe.layout import cut_vocabulary, split_gate_up, split_qkv_groups, split_sizes
-from probe.metrics import BLOCK_VALUES
+from probe.metrics import BLOCK_VALUES, PairMeasure
 from probe.store.dtypes import round_to, stored_dtype, widen
 
 Shards = list[np.ndarray]
@@ -42,10 +43,10 @@ def _whole(arrays: list[Shards], part: int, shape: ModelShape, axis: int) -> np.
 
 
 def _kv_heads(arrays: list[Shards], part: int, shape: ModelShape, axis: int) -> np.ndarray:
-    return _joined(_without_copies(arrays[0], shape), axis)
+    return _joined(without_copies(arrays[0], shape), axis)
 
 
-def _without_copies(shards: Shards, shape: ModelShape) -> Shards:
+def without_copies(shards: Shards, shape: ModelShape) -> Shards:
     """Return one shard per key/value head where there are fewer heads than TP ranks.
 
     Each head is then on ``ranks / heads`` successive ranks (vLLM's QKVParallelLinear, Megatron's SelfAttention).
@@ -60,7 +61,7 @@ def _split_qkv(arrays: list[Shards], part: int, shape: ModelShape, axis: int) ->
     queries = shape.heads // len(shards) * shape.head_dim
     kv = max(1, shape.kv_heads // len(shards)) * shape.head_dim
     parts = [split_sizes(shard, (queries, kv, kv), axis)[part] for shard in shards]
-    return _joined(parts if part == 0 else _without_copies(parts, shape), axis)
+    return _joined(parts if part == 0 else without_copies(parts, shape), axis)
 
 
 def _split_qkv_groups(arrays: list[Shards], part: int, shape: ModelShape, axis: int) -> np.ndarray:
@@ -207,6 +208,10 @@ class CanonicalReader:
         """Return how many numbers of a row are read for a source, at most."""
         infos = (self.side.dump.tensors[self.side.natives[label]] for label in source.native)
         return max((math.prod(info.feature_shape) for info in infos), default=1)
+
+    def measure(self, source: Source, rows: int, ulp_dtype: str) -> Any:
+        """Return what takes the rows of a pair in and gives its figures."""
+        return PairMeasure(rows, ulp_dtype)
 
     def stored_rows(self, source: Source) -> int:
         """Return how many rows are stored of a source."""

@@ -14,6 +14,7 @@ from probe.compare.sampling_gate import sampling_gate
 from probe.compare.sequences import SequenceJoin
 from probe.compare.settings_gates import config_gate
 from probe.compare.side import Side
+from probe.compare.versions import lag_of
 from probe.compare.weights_gate import weights_gate
 
 
@@ -25,7 +26,7 @@ def preflight(
         (
             tokens_gate(a.dump, b.dump, join),
             positions_gate(a, b, join),
-            weights_gate(a, b, weights),
+            weights_gate(a, b, weights, lag_of(join, a.dump.sequences, b.dump.sequences)),
             replicas_gate(a.dump, b.dump),
             sampling_gate(a, b, join),
             config_gate(a, b),

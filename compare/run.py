@@ -16,12 +16,12 @@ from probe.compare.cluster import figure_maker
 from probe.compare.coverage import FewerRows, RowCoverage, count_rows, fewer_rows, held_rows, token_share
 from probe.compare.diagnose.run import diagnose, recommend
 from probe.compare.environment_gate import environment_entries
-from probe.compare.evidence import Evidence
+from probe.compare.evidence import Evidence, Replays
 from probe.compare.figures import Observer
 from probe.compare.findings import located_section, replay_section
 from probe.compare.floors.golden import measure_golden
 from probe.compare.floors.measured import measure_floors
-from probe.compare.gaps import not_compared, tokens_only, without_tensors
+from probe.compare.gaps import ALONE, NO_VALUES, not_compared, tokens_only, without_tensors
 from probe.compare.job import open_sides
 from probe.compare.judge import overall
 from probe.compare.locate.first import first_divergence, worst_rows
@@ -31,6 +31,7 @@ from probe.compare.logprobs import complete_logprobs
 from probe.compare.mapping import load_map, read_mapped
 from probe.compare.match import SAME_NAME, Match, Matching, match_tensors
 from probe.compare.measure import Measured, Measurer
+from probe.compare.merge import CanonicalReader
 from probe.compare.moe.experts import excuse_idle, is_expert
 from probe.compare.moe.flips import Routing
 from probe.compare.moe.section import section as moe_section
@@ -50,7 +51,9 @@ from probe.compare.tokens.explained import unexplained_difference
 from probe.compare.tokens.section import token_section
 from probe.compare.tokens.text import load_decoder
 from probe.compare.tokens.update import ppo_section
-from probe.compare.weights_gate import declared_lag
+from probe.compare.versions import lag_of
+from probe.compare.visibility import leave_out_unlike, saw_unlike
+from probe.compare.weights_gate import declared_lag, settle_lag
 from probe.errors import CompareError
 from probe.store.reader import Dump
 
@@ -136,19 +139,20 @@ def compare_open(
     _require_same_model(side_a, side_b)
     join = join_sequences(a, b)
     _require_joined(a, b, join)
-    matching, environment = match_tensors(side_a, side_b), environment_entries(a, b)
+    settle_lag(join, side_a, side_b)
+    (matching, reader), environment = _pair(side_a, side_b, join, chosen), environment_entries(a, b)
     gates = preflight(side_a, side_b, join, environment, chosen.weights)
     aligner = RowAligner(join, a.sequences, b.sequences, across_versions=chosen.across_versions)
     floors, floor_gate = measure_floors(side_a, side_b, matching.matched, chosen.floor)
     with figure_maker(chosen.ray, a, b, mapping) as maker:
-        measurer = Measurer(side_a, side_b, aligner, matching, floors, observer, chosen.jobs, maker)
+        measurer = Measurer(side_a, side_b, aligner, matching, floors, observer, chosen.jobs, maker, reader)
         measured = measurer.run()
     gates += [*floor_gate, *measure_golden(side_a, side_b, measured, chosen.golden)]
     batch = batch_of_dumps(a, b, aligner, update)
     decode = load_decoder(a, b) if chosen.text else None
     tokens = token_section(batch, decode)
     rows = count_rows(aligner, measurer.joins, a, b, measurer.recomputed, measurer.left_out())
-    _require_something(a, b, measured, tokens, rows)
+    _require_something(aligner, a, b, measured, tokens, rows)
     excuse_idle(matching, measurer.routing)
     fewer = _count_fewer(aligner, measured, rows)
     evidence = Evidence(
@@ -173,6 +177,19 @@ def compare_open(
     return dict(clean_floats(_report(evidence, measurer.routing)))
 
 
+def _pair(a: Side, b: Side, join: SequenceJoin, options: Options) -> tuple[Matching, type[CanonicalReader]]:
+    """Return which tensors are compared, and what reads them."""
+    matching, reader = match_tensors(a, b), CanonicalReader
+    if a.dump.reduced or b.dump.reduced:
+        from probe.compare.statistics import StatisticsReader, by_statistics, refuse_options
+
+        reduced = a.dump if a.dump.reduced else b.dump
+        refuse_options(reduced, floor=options.floor, golden=options.golden, ray=options.ray)
+        matching, reader = by_statistics(a, b, matching), StatisticsReader
+    leave_out_unlike(matching, a.dump, b.dump, join)
+    return matching, reader
+
+
 def _count_fewer(aligner: RowAligner, measured: list[Measured], rows: RowCoverage) -> list[FewerRows]:
     """Return the tensors that were compared on fewer rows than others, and note in ``rows`` what share they hold."""
     joins = [(entry.match.label, entry.join) for entry in measured if entry.join is not None]
@@ -183,7 +200,9 @@ def _count_fewer(aligner: RowAligner, measured: list[Measured], rows: RowCoverag
 
 def _conclude(e: Evidence, aligner: RowAligner, options: Options) -> None:
     """Replay, judge the whole, locate and diagnose: what rests on everything measured."""
-    if options.replay:
+    if e.a.reduced or e.b.reduced:
+        e.replays = Replays(why_not={name: NO_VALUES if d.reduced else ALONE for name, d in (("a", e.a), ("b", e.b))})
+    elif options.replay:
         e.replays = replay_sides(e.side_a, e.side_b, options.weights, worst_rows(e.measured))
     unexplained = unexplained_difference(e.a, e.b, aligner, _agreeing_logits(e.measured))
     apply_replays(e)
@@ -263,9 +282,12 @@ def _require_joined(a: Dump, b: Dump, join: SequenceJoin) -> None:
 
 
 def _require_something(
-    a: Dump, b: Dump, measured: list[Measured], tokens: Mapping[str, Any], rows: RowCoverage
+    aligner: RowAligner, a: Dump, b: Dump, measured: list[Measured], tokens: Mapping[str, Any], rows: RowCoverage
 ) -> None:
-    if tokens["compared"] or any(entry.metrics is not None for entry in measured):
+    if tokens["compared"] or any(entry.metrics is not None for entry in measured) or saw_unlike(a, b, aligner.join)[0]:
+        return
+    lag = lag_of(aligner.join, a.sequences, b.sequences)
+    if lag is not None and any(lag.rows.values()):  # nothing to measure, but the weights gate has something to say
         return
     if rows.count("other_version") or declared_lag(a, b):
         versions = [", ".join(map(str, sorted({s.weight_version for s in dump.sequences}))) for dump in (a, b)]
@@ -282,8 +304,9 @@ def _has_every_row(match: Match) -> bool:
 
 
 def _agreeing_logits(measured: list[Measured]) -> Measured | None:
-    """Return the logits where both sides' agree within rounding."""
-    fine = (m for m in measured if m.match.label == LOGITS and m.judgement.verdict in ("identical", "consistent"))
+    """Return the logits where both sides' agree within rounding, with figures that say by how much they differ."""
+    whole = (m for m in measured if m.match.label == LOGITS and m.metrics is not None and not m.metrics.is_bound)
+    fine = (m for m in whole if m.judgement.verdict in ("identical", "consistent"))
     return next(fine, None)
 
 

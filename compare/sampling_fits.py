@@ -102,6 +102,8 @@ def logit_rows(side: Side, sequence: np.ndarray, position: np.ndarray, logprobs:
     if source is None or not len(position):
         return None
     key = side.natives[source.native[0]]
+    if side.dump.tensors[key].reduced:
+        return None
     wanted = {
         (int(s), int(p) - 1): float(value) for s, p, value in zip(sequence, position, logprobs) if np.isfinite(value)
     }

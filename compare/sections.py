@@ -98,7 +98,7 @@ def _layer(entry: Measured, evidence: Evidence) -> dict[str, Any]:
     layer["a"], layer["b"] = _origin(a, entry.match.source_a), _origin(b, entry.match.source_b)
     if metrics is None or join is None:
         return layer
-    layer |= {name: getattr(metrics, name) for name in FIGURES}
+    layer |= {name: getattr(metrics, name) for name in FIGURES} | {"bound": metrics.is_bound}
     layer |= {"nan_a": metrics.nan_x, "nan_b": metrics.nan_y, "inf_a": metrics.inf_x, "inf_b": metrics.inf_y}
     layer["rows"] = metrics.rows
     layer["a"]["norm"], layer["b"]["norm"] = metrics.norm_x, metrics.norm_y
@@ -109,7 +109,7 @@ def _layer(entry: Measured, evidence: Evidence) -> dict[str, Any]:
     layer["restricted"] = None if entry.restricted is None else entry.restricted.as_dict()
     row, feature = metrics.max_abs_at
     worst = metrics.worst_row
-    layer["max_abs_at"] = where(row) | {"feature": feature}
+    layer["max_abs_at"] = None if metrics.is_bound else where(row) | {"feature": feature}
     layer["worst_row"] = where(worst) | {"rel_l2": float(metrics.row_rel_l2[worst])}
     return layer
 
@@ -131,7 +131,7 @@ def _blank(label: str, order: int, verdict: str, reason: str) -> dict[str, Any]:
     empty = dict.fromkeys((*FIGURES, *JUDGED, "max_abs_at", "worst_row", "restricted"))
     counts = dict.fromkeys(("nan_a", "nan_b", "inf_a", "inf_b", "rows"), 0)
     head = {"name": name, "slot": slot, "order": order, "verdict": verdict, "side": "", "reason": reason}
-    head |= {"proposed": False}
+    head |= {"proposed": False, "bound": False}
     nothing: dict[str, Any] = {"tensors": [], "operation": None, "recomputed": False, "dtype": None, "norm": None}
     return {**head, **empty, **counts, "a": nothing, "b": dict(nothing)}
 

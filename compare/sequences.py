@@ -51,7 +51,8 @@ class SequenceJoin:
     """Which sequences of two dumps are the same one.
 
     ``conflicts`` are pairs of one uid whose prompts differ: they are not joined. ``lent`` counts for each side the
-    sequences that hold no ids and were given those of the other side.
+    sequences that hold no ids and were given those of the other side. ``same_weights``: the weights of which both sides
+    hold sketches are the same, although a trainer declares that they lag (``settle_lag`` of the weights gate).
     """
 
     pairs: list[SequencePair] = field(default_factory=list)
@@ -59,6 +60,7 @@ class SequenceJoin:
     only_b: list[int] = field(default_factory=list)
     conflicts: list[tuple[int, int]] = field(default_factory=list)
     lent: tuple[int, int] = (0, 0)
+    same_weights: bool = False
 
 
 def sequence_labels(sequences: list[Sequence]) -> list[str]:

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from probe.compare.evidence import BROKEN, UNMODELLED, Evidence, Replayed
-from probe.compare.gaps import in_brief, tensors
+from probe.compare.gaps import by_statistics, in_brief, tensors
 from probe.compare.judge import BANDS, MODELLED, TOKEN_SUSPECT, TOKEN_WORST
 from probe.compare.locate.first import first_divergent
 from probe.compare.measure import Measured
+from probe.compare.names.canonical import layer_of
 from probe.compare.report.model import counted, headline_sentence
 from probe.store.reader import Dump
 
@@ -139,10 +140,11 @@ def _modules(e: Evidence) -> list[str]:
     top = max(compared, key=lambda entry: entry.judgement.ratio)
     counts = ", ".join(f"{words.count(w)} {w}" for w in ("identical", "consistent", "suspect") if w in words)
     assert top.metrics is not None
+    least = ">= " if top.metrics.is_bound else ""
     source = top.floor.source if top.floor is not None else MODELLED
     return [
         f"Of {len(compared)} tensors {counts}; the largest difference is {top.match.label} with relative L2 "
-        f"{top.metrics.rel_l2:.1e}, {top.judgement.ratio:.2g} times the {source} noise floor "
+        f"{least}{top.metrics.rel_l2:.1e}, {top.judgement.ratio:.2g} times the {source} noise floor "
         f"(up to {BANDS[source].suspect_rise:g} raise no suspicion)."
     ]
 
@@ -157,7 +159,8 @@ def _divergence(e: Evidence, first: Measured) -> str:
         place += f", first at position {e.first['position']} of sequence {e.first['sequence']}"
     size = ""
     if not first.metrics.nonfinite_mismatch:
-        size = f"relative L2 {first.metrics.rel_l2:.1e} where rounding explains {first.judgement.floor:.1e}, "
+        least = ">= " if first.metrics.is_bound else ""
+        size = f"relative L2 {least}{first.metrics.rel_l2:.1e} where rounding explains {first.judgement.floor:.1e}, "
     return (
         f"They part in {place}: {size}{first.judgement.reason}. {quiet} of {len(before)} tensors before it agree; "
         f"{words.count('divergent')} of {len(words)} diverge in all: look at this module before those after it."
@@ -187,14 +190,35 @@ def next_commands(e: Evidence) -> list[str]:
     """Return commands to paste, the most useful one first."""
     a, b = shlex.quote(str(e.a.path)), shlex.quote(str(e.b.path))
     first = first_divergent(e.measured)
-    commands = _which_side(e, a) if e.verdict in ("suspect", "divergent") else []
+    commands = _in_full(e, first) or (_which_side(e, a) if e.verdict in ("suspect", "divergent") else [])
     if first is None:
-        again = [f"{e.again} --report html --force"] if e.operands else []
+        across = [f"{e.again} --across-versions"] if e.operands and e.rows.count("other_version") else []
+        again = [*across, f"{e.again} --report html --force"] if e.operands else []
         return [*commands, *again, f"probe show {a}", f"probe show {b}"]
     for path, source, dump in ((a, first.match.source_a, e.a), (b, first.match.source_b, e.b)):
         module = _native_module(source.native[0], dump)
         commands.append(f"probe show {path} {shlex.quote(module)}")
     return [*commands, f"{e.again} --report html --force"]
+
+
+def _in_full(e: Evidence, first: Measured | None) -> list[str]:
+    """Return what records the values of which a side stored statistics: of the layer where they part, else of all."""
+    commands = []
+    for dump in (e.a, e.b) if by_statistics(e) else ():
+        folder = _beside(dump)
+        output = shlex.quote(str(folder.with_name(f"{folder.name}-tensors")))
+        layer = None if first is None else layer_of(first.match.label)
+        if not dump.reduced:
+            continue
+        if not dump.manifest.get("driver"):
+            layers = "" if layer is None else f" --layers {layer}"
+            commands.append(f"probe dump --task tensor{layers} -o {output} -- COMMAND...")
+            continue
+        sizes = (dump.manifest.get("topology") or {}).items()
+        split = "".join(f" --{axis}{'' if size is True else f' {size}'}" for axis, size in sizes if size and size != 1)
+        how = f"--stage {dump.stage} --engine {dump.engine} --dtype {dump.manifest.get('dtype')}{split}"
+        commands.append(f"probe dump {how} --from {shlex.quote(str(dump.path))} -o {output}")
+    return list(dict.fromkeys(commands))
 
 
 def _which_side(e: Evidence, a: str) -> list[str]:

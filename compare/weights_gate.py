@@ -11,11 +11,14 @@ import numpy as np
 from probe.compare.gates import SHOWN, Gate, GateFinding
 from probe.compare.names.canonical import layer_of, module_at_fault
 from probe.compare.report.model import counted
+from probe.compare.sequences import SequenceJoin
 from probe.compare.side import Side
+from probe.compare.versions import Lag, lag_of
 from probe.compare.weights import CheckpointWeights, Finding, Weight, canonical_weights, compare_weights
 from probe.compare.weights.changes import Change, agree
 from probe.compare.weights.checkpoint import open_checkpoint
 from probe.compare.weights.explain import explain_weight
+from probe.compare.weights.history import recorded_versions
 from probe.compare.weights.settle import settled
 from probe.errors import ProbeError
 from probe.store.reader import Dump
@@ -46,11 +49,12 @@ _CONTENT = ("stale-weights", "weight-precision", "scaled-weight", "wrong-bias")
 """Causes that an update between two declared weight versions explains."""
 
 
-def weights_gate(a: Side, b: Side, checkpoint: str | Path | None = None) -> Gate:
+def weights_gate(a: Side, b: Side, checkpoint: str | Path | None = None, lag: Lag | None = None) -> Gate:
     """Compare parameter sketches within the rounding of the coarser dtype.
 
     ``checkpoint``: what both sides should hold, so that the gate says which of them does not; by default the one that
-    a manifest names, where it can be read. Raises CheckpointError for a given one that cannot.
+    a manifest names, where it can be read; ``lag``: what a trainer declares of its rollout. Raises CheckpointError for
+    a given checkpoint that cannot be read.
     """
     left, right = canonical_weights(a), canonical_weights(b)
     lacking = [name for name, weights in (("a", left), ("b", right)) if not weights]
@@ -64,13 +68,15 @@ def weights_gate(a: Side, b: Side, checkpoint: str | Path | None = None) -> Gate
     for finding in found:
         status = "rounded" if finding.status == "different" and finding.name in quantised else finding.status
         by_status[status].append(finding)
-    lagged = declared_lag(a.dump, b.dump)
     lone = [name for name in left if name not in right] + [name for name in right if name not in left]
     findings = _lone_findings(lone, left)
-    versions = _weight_versions(a.dump, b.dump)
+    versions = lag_words(lag) if lag is not None else _weight_versions(a.dump, b.dump)
     if not by_status["different"]:
         return _agreeing(by_status, lone, versions, quantised, findings)
     different = by_status["different"]
+    lagged, held = declared_lag(a.dump, b.dump), ""
+    if lag is not None:
+        lagged, held = _lag_holds(lag, (a, b)[lag.side], (right, left)[lag.side])
     if lagged:
         different = [replace(f, cause="lagged-weights") if f.cause in _CONTENT else f for f in different]
     references = _references(a, b, checkpoint)
@@ -79,7 +85,7 @@ def weights_gate(a: Side, b: Side, checkpoint: str | Path | None = None) -> Gate
     first = different[0]
     source = f"{left[first.name].native} in a, {right[first.name].native} in b"
     more = f"{len(different)} of {len(found)} parameters differ{_blame(different, references)}"
-    text = f"{first.name} {first.detail} ({source}); {more}{versions}"
+    text = f"{first.name} {first.detail} ({source}); {more}{versions}{held}"
     return Gate("weights", "warn" if lagged else "fail", text, tuple(findings))
 
 
@@ -110,6 +116,53 @@ def declared_lag(a: Dump, b: Dump) -> bool:
     """Tell whether the sides declare different weight updates, so that other weights are no surprise."""
     versions = [{s.weight_version for s in dump.sequences} for dump in (a, b)]
     return all(any(known) for known in versions) and not versions[0] & versions[1]
+
+
+def settle_lag(join: SequenceJoin, a: Side, b: Side) -> None:
+    """Note in a join whether sketched weights that are declared to lag are the same, as before the first update."""
+    lag = lag_of(join, a.dump.sequences, b.dump.sequences)
+    if lag is not None and any(lag.rows.values()):
+        found = settled(compare_weights(canonical_weights(a), canonical_weights(b)))
+        join.same_weights = bool(found) and all(finding.status in ("equal", "rounded") for finding in found)
+
+
+def lag_words(lag: Lag) -> str:
+    """Return a clause on the sequences that are declared to lag, empty where none is."""
+    behind = sorted(most for most in lag.rows.values() if most)
+    if not behind:
+        return ""
+    versions = counted(behind[0], "version") if behind[0] == behind[-1] else f"{behind[0]} to {behind[-1]} versions"
+    trainer, rollout = "ab"[lag.side], "ba"[lag.side]
+    return (
+        f"; {trainer} declares that {len(behind)} of {counted(len(lag.rows), 'sequence')} of {rollout} ran with "
+        f"weights {versions} older than its own"
+    )
+
+
+def _lag_holds(lag: Lag, trainer: Side, weights: Mapping[str, Weight]) -> tuple[bool, str]:
+    """Tell whether a declared lag explains that a rollout's ``weights`` differ, and in a clause what they are.
+
+    It does unless some sequence that ran with them is declared to have run with the trainer's own, sequences of several
+    versions ran with them, or the trainer recorded that version in another step and it is not what the rollout holds.
+    """
+    if not lag.declared and lag.sketched[0] > lag.sketched[1]:
+        return False, f"; {'ab'[lag.side]} declares that sequences of several versions ran with these weights of one"
+    recorded = recorded_versions(trainer, weights)
+    held = [f"version {one.version} (step {one.step})" for one in recorded if one.held]
+    are = f"they are those that it recorded as {' and '.join(held)}" if held else ""
+    if not lag.declared:
+        may = "are" if lag.version is not None else "may be"
+        said = f"; {'ab'[lag.side]} declares that they {may} its own, version {lag.first[0][2].trained}"
+        return False, said + (f", but {are}" if are else "")
+    meant = next((one for one in recorded if one.version == lag.version), None)
+    if meant is None:
+        which = "which one is not certain" if lag.version is None else f"version {lag.version}"
+        return True, f"; the older weights ({which}) are in no other step that was recorded: not checked"
+    if meant.held:
+        return True, f"; {are}, as declared"
+    return False, f"; they are not the declared version {meant.version} as recorded in step {meant.step}" + (
+        f": {are}" if are else ""
+    )
 
 
 def _weight_versions(a: Dump, b: Dump) -> str:

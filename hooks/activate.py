@@ -22,6 +22,7 @@ PATCHES = {
     "megatron.core.models.common.language_module.language_module": "probe.hooks.jobs.models:patch_megatron",
     "torch._dynamo.eval_frame": "probe.hooks.jobs.models:patch_compiled",
     "vllm.v1.worker.worker_base": "probe.hooks.jobs.vllm:patch_worker",
+    "sglang.srt.managers.scheduler": "probe.hooks.jobs.sglang:patch_scheduler",
     "verl.workers.engine_workers": "probe.hooks.jobs.verl:patch_workers",
     "verl.workers.engine.base": "probe.hooks.jobs.verl:patch_passes",
     "verl.workers.engine.fsdp.transformer_impl": "probe.hooks.jobs.verl:patch_engine",

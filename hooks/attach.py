@@ -14,15 +14,18 @@ import torch
 from probe.errors import CaptureError, OutputExistsError
 from probe.hooks.budget import chosen_folder, limits_of, make_budget
 from probe.hooks.capture import Capture
+from probe.hooks.causality import not_causal, prompt_facts
 from probe.hooks.device import dtype_name
+from probe.hooks.engines import sglang_runner, vllm_parallel
 from probe.hooks.engines.megatron import MegatronAdapter
 from probe.hooks.engines.megatron_facts import config_of
 from probe.hooks.engines.megatron_parallel import parallel_facts
 from probe.hooks.engines.sequences import SequenceBook
+from probe.hooks.engines.sglang import SglangAdapter
 from probe.hooks.engines.transformers import BatchAdapter
 from probe.hooks.engines.vllm import VllmAdapter
 from probe.hooks.engines.vllm_model_runner import find_runner, model_of, record_schedule, refuse_unsupported
-from probe.hooks.engines.vllm_parallel import place_of
+from probe.hooks.engines.vllm_parallel import RankPlace
 from probe.hooks.parameters import store_model
 from probe.hooks.runners.tokens import write_tokens
 from probe.hooks.weights import named_sketches
@@ -45,19 +48,30 @@ class Kind:
 
 KINDS = (
     Kind("vllm", "rollout", "vllm", ("vllm.", "vllm_ascend.")),
+    Kind("sglang", "rollout", "sglang", ("sglang.srt.",)),
     Kind("megatron", "actor", "megatron-core", ("megatron.core.", "mindspeed.")),
     Kind("transformers", "actor", "transformers", ("transformers.",)),
     Kind("module", "actor", "torch", ("",)),
 )
+RUNNER_PLACES: dict[str, Callable[[Any], RankPlace]] = {
+    "vllm": vllm_parallel.place_of,
+    "sglang": sglang_runner.place_of,
+}
+"""Inference engine -> the function that tells from its model runner which rank this process is."""
 
 
 @dataclass
 class Subject:
-    """What a caller handed over: the modules to hook, what they are, and vLLM's model runner where that holds them."""
+    """What a caller handed over: the modules to hook, what they are, and the engine's model runner that holds them."""
 
     chunks: list[torch.nn.Module]
     kind: Kind
     runner: Any
+
+    @property
+    def place(self) -> RankPlace:
+        """Return where this process stands among the ranks of an inference engine."""
+        return RUNNER_PLACES[self.kind.engine](self.runner)
 
 
 @dataclass
@@ -104,6 +118,8 @@ def subject_of(model: Any, runner: Any = None) -> Subject:
     if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
         raise CaptureError(f"cannot capture {_described(model)}", "pass a torch.nn.Module or a list of them")
     kind = kind_of(chunks[0])
+    if kind.engine == "sglang" and runner is None:
+        raise CaptureError("only its scheduler can tell whose rows an SGLang model runs", "set DUMP_ON=1 for the job")
     if kind.engine == "vllm" and runner is None:
         raise CaptureError("this vLLM model has no model runner in this process", "pass the LLM, or use 'probe dump'")
     return Subject(chunks, kind, runner)
@@ -149,7 +165,10 @@ def make_adapter(kind: Kind, writer: DumpWriter, runner: Any, settings: Settings
     book = SequenceBook(writer)
     if kind.engine == "vllm":
         refuse_unsupported(runner)
-        return VllmAdapter(book, runner, prompts_only=settings.prompts_only, place=place_of(runner))
+        place = vllm_parallel.place_of(runner)
+        return VllmAdapter(book, runner, prompts_only=settings.prompts_only, place=place)
+    if kind.engine == "sglang":
+        return SglangAdapter(book, sglang_runner.place_of(runner), prompts_only=settings.prompts_only)
     adapter = MegatronAdapter if kind.engine == "megatron" else BatchAdapter
     return adapter(book, prompts_only=settings.prompts_only)
 
@@ -167,12 +186,12 @@ def sequence_prefix(manifest: dict[str, Any], rank: int) -> str:
     return f"d{manifest['coordinates']['dp']}." if manifest["topology"]["dp"] != 1 else ""
 
 
-def _parallel(kind: Kind, model: torch.nn.Module, runner: Any, world: int) -> tuple[Any, Any]:
+def _parallel(subject: Subject, world: int) -> tuple[Any, Any]:
     """Return the manifest's ``topology`` and ``coordinates``, None each where nothing says who shares the model."""
-    if kind.engine == "vllm":
-        place = place_of(runner)
-        return place.topology, place.coordinates
-    if kind.engine == "megatron":
+    model = subject.chunks[0]
+    if subject.runner is not None:
+        return subject.place.topology, subject.place.coordinates
+    if subject.kind.engine == "megatron":
         return parallel_facts(unwrap(model))
     if world > 1 and is_data_parallel(model, world):
         return {**dict.fromkeys(AXES, 1), "dp": world}, {**dict.fromkeys(AXES, 0), "dp": torch.distributed.get_rank()}
@@ -197,8 +216,8 @@ def complete(writer: DumpWriter, adapter: Any, manifest: dict[str, Any]) -> None
 def describe(subject: Subject, stage: str, settings: Settings) -> dict[str, Any]:
     """Return the manifest of a stage that runs this model."""
     kind, runner, model = subject.kind, subject.runner, subject.chunks[0]
-    world = _world_size()
-    topology, coordinates = _parallel(kind, model, runner, world)
+    world = world_size()
+    topology, coordinates = _parallel(subject, world)
     model = unwrap(model)
     config, path = _config(model, runner)
     architecture = (config.get("architectures") or [type(model).__name__])[0]
@@ -224,10 +243,12 @@ def describe(subject: Subject, stage: str, settings: Settings) -> dict[str, Any]
     if kind.engine == "megatron":  # a GPTModel knows its vocabulary only as padded to a multiple
         manifest["layout"]["vocab_padded"] = True
     limits = limits_of(settings, manifest)
+    manifest |= prompt_facts(not_causal(model), settings.prompts_only)
     return manifest | ({"budget": limits} if limits else {})
 
 
-def _world_size() -> int:
+def world_size() -> int:
+    """Return how many processes torch.distributed has made one job, 1 without it."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
@@ -235,7 +256,8 @@ def _world_size() -> int:
 def _config(model: torch.nn.Module, runner: Any) -> tuple[dict[str, Any], str]:
     """Return the model's configuration in Hugging Face's words, and where its checkpoint is if the model knows."""
     if runner is not None:
-        return runner.model_config.hf_config.to_dict(), str(runner.model_config.model)
+        known = runner.model_config
+        return known.hf_config.to_dict(), str(getattr(known, "model_path", None) or known.model)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         return config.to_dict(), str(getattr(config, "_name_or_path", ""))

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from probe.hooks.jobs.selection import Selection
-from probe.settings import Settings
+from probe.settings import STATISTICS, Settings
 from probe.store.budget import within_rows
 from probe.store.dtypes import DTYPES
 from probe.store.schema import Sequence
+from probe.store.statistics import WIDTH, accumulator
 from probe.store.writer import DumpWriter
 
 FEWEST_ROWS = 64
@@ -159,6 +160,10 @@ def bytes_per_row(manifest: Mapping[str, Any]) -> float:
     if experts and config.get("moe_intermediate_size"):
         inside = experts * int(config["moe_intermediate_size"])
     kv = int(layout.get("num_key_value_heads") or 0) * int(layout.get("head_dim") or 0)
+    if manifest.get("task") == STATISTICS:
+        kept = np.dtype(accumulator(str(manifest.get("dtype")))).itemsize * WIDTH
+        layers = len((manifest.get("budget") or {}).get("layers") or ()) or int(layout.get("num_layers") or 0)
+        return float(kept * (layers * (LAYER_HIDDEN + LAYER_KV + LAYER_INTERMEDIATE * max(1, experts)) + 1))
     layer = LAYER_HIDDEN * int(layout.get("hidden_size") or 0) + LAYER_KV * kv + LAYER_INTERMEDIATE * inside
     layers = len((manifest.get("budget") or {}).get("layers") or ()) or int(layout.get("num_layers") or 0)
     return float(size * (layers * layer + int(layout.get("vocab_size") or 0)))
@@ -167,7 +172,8 @@ def bytes_per_row(manifest: Mapping[str, Any]) -> float:
 def estimate_line(manifest: Mapping[str, Any]) -> str:
     """Return one line that says how much a recorded step of a stage will store per process."""
     per_row, limits = bytes_per_row(manifest), manifest.get("budget") or {}
-    line = f"{manifest['stage']}: tensors take about {_size(per_row)} per token"
+    what = "statistics of tensors" if manifest.get("task") == STATISTICS else "tensors"
+    line = f"{manifest['stage']}: {what} take about {_size(per_row)} per token"
     if limits.get("seqs") and limits.get("rows"):
         rows, seqs = limits["rows"], limits["seqs"]
         line += f" x {rows} rows x {seqs} sequences = {_size(per_row * rows * seqs)}"

@@ -21,13 +21,15 @@ from probe.hooks.engines.base import EngineAdapter
 from probe.hooks.engines.transformers import bind_arguments
 from probe.hooks.repeats import Repeats
 from probe.hooks.rows import CallRows, Place
+from probe.hooks.statistics import RowReducer
 from probe.hooks.taps import tap
 from probe.hooks.tensors import outputs_of, plain, results_of, tensors_in
 from probe.hooks.wrappers import entries, is_wrapper, recomputing, refuse_compiled, strip_wrappers
-from probe.settings import Settings
+from probe.settings import STATISTICS, Settings
 from probe.store.checksums import row_checksums
 from probe.store.dtypes import DTYPES
 from probe.store.schema import CELLS, CHECKSUM, COLUMNS, REPLICATED, ROW, WHOLE, ModuleInfo, RowSegment
+from probe.store.statistics import WIDTH, Reduced, accumulator
 from probe.store.writer import DumpWriter
 
 SCALARS = (
@@ -55,7 +57,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Copy:
-    """Rows on their way to the writer."""
+    """Rows on their way to the writer; ``of``: they are statistics of such rows."""
 
     name: str
     slot: str
@@ -63,6 +65,7 @@ class _Copy:
     arrival: Any
     segment: RowSegment
     shard: str
+    of: Reduced | None
 
 
 class Capture:
@@ -92,7 +95,7 @@ class Capture:
         self._running: list[_Run] = []
         self._repeats = Repeats()
         self._order: dict[str, int] = {}
-        self._transfer = HostTransfer()
+        self._transfer, self._reducer = HostTransfer(), RowReducer()
         self._modules: dict[str, torch.nn.Module] = {}
         self._names: dict[str, str] = {}
         self._left_out: dict[str, dict[str, list[int]]] = {}
@@ -145,6 +148,8 @@ class Capture:
 
     def _attach_chunk(self, chain: list[torch.nn.Module], number: int) -> None:
         root = chain[-1]
+        if self.settings.task == STATISTICS:
+            self._reducer.know(root)
         taken = set(self._modules)  # chunks of one pipeline stage repeat the names of their containers
         aliases: dict[int, tuple[torch.nn.Module, list[str]]] = {}
         for native, module in root.named_modules(remove_duplicate=False):
@@ -315,25 +320,28 @@ class Capture:
         if self.adapter.budget is not None and not len(call.segment.rows):
             return
         budget = self.adapter.budget
-        if budget is not None and not self._affordable(tensor, place, call):
+        of = self._reducer.reduced(tensor, place) if self.settings.task == STATISTICS else None
+        if budget is not None and not self._affordable(tensor, place, call, of):
             budget.drop((name, slot), len(call.segment.rows) if place.has_rows else 0)
             return
-        copy, segment = call.take(indexable(tensor), place)
+        copy, segment = call.take(indexable(tensor), place) if of is None else self._reducer.take(tensor, place, call)
         if not len(segment.rows):
             return
-        shard = self._shard_of(path, slot, place)
-        self._pending.append(_Copy(name, slot, dtype_name(tensor), self._transfer.send(copy), segment, shard))
+        shard, dtype = self._shard_of(path, slot, place), dtype_name(copy if of else tensor)
+        self._pending.append(_Copy(name, slot, dtype, self._transfer.send(copy), segment, shard, of))
         self._pending_bytes += copy.nbytes
         if self._pending_bytes > PENDING_BYTES:
             self._drain()
 
-    def _affordable(self, tensor: torch.Tensor, place: Place, call: CallRows) -> bool:
+    def _affordable(self, tensor: torch.Tensor, place: Place, call: CallRows, of: Reduced | None) -> bool:
         """Tell whether the budget takes this tensor's rows; what has no rows goes with the rows of its call."""
         budget, rows = self.adapter.budget, len(call.segment.rows)
         if budget is None:
             return True
         share = min(1.0, rows / max(call.grid.size, 1)) if place.has_rows else 1.0
         size = int(tensor.nbytes * share)
+        if of is not None:
+            size = rows * WIDTH * np.dtype(accumulator(of.dtype)).itemsize
         if not budget.takes(self._pending_bytes + size):
             self._drain()  # equal contents are stored once: what waited may have taken less
         return budget.takes(self._pending_bytes + size)
@@ -354,7 +362,8 @@ class Capture:
             if shard == REPLICATED and self.adapter.tp_rank > 0:
                 array, dtype, shard = row_checksums(array), "uint64", CHECKSUM
             has_rows = bool(copy.segment.rows["position"][0] >= 0)
-            self.writer.append(copy.name, copy.slot, array, dtype, copy.segment, has_rows=has_rows, shard=shard)
+            of = None if shard == CHECKSUM else copy.of
+            self.writer.append(copy.name, copy.slot, array, dtype, copy.segment, has_rows=has_rows, shard=shard, of=of)
 
 
 def _scalars(module: torch.nn.Module) -> dict[str, Any]:

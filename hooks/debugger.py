@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probe.errors import CaptureError, UsageError
-from probe.settings import Settings, load_settings
+from probe.settings import TOKENS, Settings, load_settings
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class PrecisionDebugger:
         self._adapter: Any = None
         self._manifest: dict[str, Any] = {}
         self._undo: Any = None
-        if self.settings.enabled and self.settings.task == "tensor":
+        if self.settings.enabled and self.settings.task != TOKENS:
             global created
             created = True
             for stand_aside in on_created:
@@ -58,7 +58,7 @@ class PrecisionDebugger:
         wanted = self.settings
         return (
             wanted.enabled
-            and wanted.task == "tensor"
+            and wanted.task != TOKENS
             and (not wanted.step or self.current_step in wanted.step)
             and (not wanted.rank or global_rank() in wanted.rank)
         )
@@ -181,6 +181,9 @@ class PrecisionDebugger:
         opened = attach(model, self.settings, self.current_step, global_rank(), self._writer, self._adapter)
         self._writer, self._adapter, self._capture = opened.writer, opened.adapter, opened.capture
         self._manifest, self._undo = opened.manifest, opened.undo
+        if self._manifest.get("not_causal") and self.settings.prompts_only:
+            said = self._manifest["not_causal"]
+            log.warning("%s: prompt rows are of your own forwards: give them no response beside the prompts", said)
 
     def _finish(self) -> None:
         self.stop()
@@ -193,7 +196,7 @@ class PrecisionDebugger:
 
     def _say_inert(self) -> None:
         global _said_inert
-        if _said_inert or (self.settings.enabled and self.settings.task == "tensor"):
+        if _said_inert or (self.settings.enabled and self.settings.task != TOKENS):
             return
         _said_inert = True
         if not self.settings.enabled:

@@ -62,7 +62,8 @@ class PairMetrics:
       ``row_mismatch`` = bool [rows], rows with a non-finite value on one side only;
     * ``channel_rel_l2`` = float64 [features], each feature's |d| / |y| over the rows, its norm raised likewise (to
       1 / rows); ``channel_d2`` = its sum d^2, ``channel_max_abs`` = its max |d|;
-    * ``nonfinite_at`` = (row, feature) of the first eight values that are non-finite on one side only.
+    * ``nonfinite_at`` = (row, feature) of the first eight values that are non-finite on one side only;
+    * ``is_bound``: the errors (``rel_l2``, ``row_rel_l2``, ``nonfinite_mismatch``) are what they are at least.
 
     A figure that has no value (no pair, zero norm) is NaN. Fields that a caller does not fill in have no value.
     """
@@ -96,6 +97,7 @@ class PairMetrics:
     channel_d2: np.ndarray = field(default_factory=lambda: np.zeros(0))
     channel_max_abs: np.ndarray = field(default_factory=lambda: np.zeros(0))
     nonfinite_at: tuple[tuple[int, int], ...] = ()
+    is_bound: bool = False
 
     @property
     def identical(self) -> bool:
@@ -171,7 +173,7 @@ class PairMeasure:
         return PairMetrics(
             rows=self.rows,
             pairs=pairs,
-            rel_l2=_relative(d2, y2, x2) if pairs else nan,
+            rel_l2=relative(d2, y2, x2) if pairs else nan,
             rmse=float(np.sqrt(d2 / pairs)) if pairs else nan,
             max_abs=sums.max_abs if pairs else nan,
             max_abs_at=sums.max_abs_at,
@@ -187,14 +189,14 @@ class PairMeasure:
             inf_x=int(sums.counts[INF_X]),
             inf_y=int(sums.counts[INF_Y]),
             nonfinite_mismatch=int(sums.counts[MISMATCH]),
-            row_rel_l2=_relative_each(sums.row_d2, sums.row_y2, self._features),
+            row_rel_l2=relative_each(sums.row_d2, sums.row_y2, self._features),
             row_mismatch=sums.row_mismatch,
             slope=(x2 + y2 - d2) / (2 * y2) if pairs and y2 else nan,
             slope_rel_l2=_beside_slope(d2, norm_x, norm_y) if pairs else nan,
             ulp_max=self._ulps.largest if pairs else nan,
             row_max_abs=sums.row_max,
             row_norm_ratio=_ratio(np.sqrt(sums.row_x2), np.sqrt(sums.row_y2)),
-            channel_rel_l2=_relative_each(sums.channel_d2, sums.channel_y2, self.rows),
+            channel_rel_l2=relative_each(sums.channel_d2, sums.channel_y2, self.rows),
             channel_d2=sums.channel_d2,
             channel_max_abs=sums.channel_max,
             nonfinite_at=sums.nonfinite_at,
@@ -212,7 +214,7 @@ def median(values: np.ndarray) -> float:
     return float(parted[middle] if odd else (parted[middle - 1] + parted[middle]) / 2)
 
 
-def _relative_each(d2: np.ndarray, y2: np.ndarray, length: int) -> np.ndarray:
+def relative_each(d2: np.ndarray, y2: np.ndarray, length: int) -> np.ndarray:
     """Return each line's |d| / |y|, the norm of y (of x = d where y is zero) raised to a share of the median."""
     if not len(d2):
         return np.zeros(0)
@@ -245,7 +247,8 @@ def one_minus_cos(d2: float, norm_x: float, norm_y: float) -> float:
     return max(0.0, (d2 - (norm_x - norm_y) ** 2) / (2 * norm_x * norm_y))
 
 
-def _relative(d2: float, y2: float, x2: float) -> float:
+def relative(d2: float, y2: float, x2: float) -> float:
+    """Return |d| / |y|, or |d| / |x| where y is zero, from their sums of squares."""
     scale = y2 or x2
     return float(np.sqrt(d2 / scale)) if scale else 0.0
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
+"""Sampling parameters of a request that say which of the model's tokens are drawn, and how often."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,12 @@ def drawn_from(sampling: Mapping[str, Any]) -> Semantics:
 
 
 def engine_semantics(manifest: Mapping[str, Any]) -> Semantics:
-    """Return what an engine's own log-probs contain: processed ones have temperature and top-p in them, raw neither."""
-    if not str(manifest.get("logprobs_mode") or "").startswith("processed"):
-        return Semantics()
-    return drawn_from(manifest.get("sampling") or {})
+    """Return what an engine's own log-probs contain.
+
+    Processed ones (vLLM) have temperature and top-p in them, those after the temperature (SGLang) only that, raw ones
+    neither.
+    """
+    mode, drawn = str(manifest.get("logprobs_mode") or ""), drawn_from(manifest.get("sampling") or {})
+    if mode.startswith("temperature"):
+        return replace(drawn, top_p=1.0)
+    return drawn if mode.startswith("processed") else Semantics()

@@ -17,7 +17,8 @@ STAGES = ("rollout", "actor", "reference", "logprob", "update")
 
 ``actor`` is a trainer's forward as a whole; a job that recomputes log-probs before it updates has both as stages of
 their own, ``logprob`` and ``update``."""
-TASKS = TOKENS, TENSOR = ("tokens", "tensor")
+TASKS = TOKENS, STATISTICS, TENSOR = ("tokens", "statistics", "tensor")
+"""What is recorded, by detail: ids and log-probs; also statistics of each row of each tensor; also their values."""
 LEVELS = ("L0",)
 DATA_MODES = ("all", "forward", "input", "output")
 WEIGHTS = ("sketch", "layers")
@@ -31,18 +32,19 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 class Settings:
     """What a :class:`probe.PrecisionDebugger` records and where.
 
-    ``dump_path`` is the dump's folder. ``enabled`` is DUMP_ON; ``prompts_only`` is PROMPTS_ONLY: store prompt rows only
-    (the model still sees the whole batch). ``step`` and ``rank`` list what to record, empty for all. ``list`` keeps the
-    modules whose path contains one of its entries. ``data_mode`` picks inputs, outputs or both. ``stage`` names the
-    stage, one of :data:`STAGES`, and thereby a folder of the dump; empty takes the engine's usual one. ``weights``
-    (``sketch`` or ``layers``) says whether the values of the recorded modules' parameters are stored too, at most
-    ``weights_bytes`` of them per file. ``layers``, ``seqs``, ``rows`` and ``max_bytes`` are the budget: numbers of the
-    layers, how many sequences, how many rows of each, and bytes of tensors per file; empty or 0 for all. Raises
-    UsageError for a task, level, stage, weights or data_mode that is none of those listed.
+    ``dump_path`` is the dump's folder; ``task`` is one of :data:`TASKS`. ``enabled`` is DUMP_ON; ``prompts_only`` is
+    PROMPTS_ONLY: store prompt rows only (the model still sees the whole batch). ``step`` and ``rank`` list what to
+    record, empty for all. ``list`` keeps the modules whose path contains one of its entries. ``data_mode`` picks
+    inputs, outputs or both. ``stage`` names the stage, one of :data:`STAGES`, and thereby a folder of the dump; empty
+    takes the engine's usual one. ``weights`` (``sketch`` or ``layers``) says whether the values of the recorded
+    modules' parameters are stored too, at most ``weights_bytes`` of them per file. ``layers``, ``seqs``, ``rows`` and
+    ``max_bytes`` are the budget: numbers of the layers, how many sequences, how many rows of each, and bytes of tensors
+    per file; empty or 0 for all. Raises UsageError for a task, level, stage, weights or data_mode that is none of those
+    listed.
     """
 
     dump_path: str = "probe-dump"
-    task: str = "tensor"
+    task: str = TENSOR
     level: str = "L0"
     step: tuple[int, ...] = ()
     rank: tuple[int, ...] = ()

@@ -15,7 +15,7 @@ from synthetic_dumps import Scenario, actor, manifest_of, prompts, write_dump
 from probe.compare.report import model as report_model
 from probe.compare.run import compare_dumps
 from probe.store.reader import open_dump
-from probe.store.schema import INDEX, RL, ROW, TOKEN, RowSegment, Sequence
+from probe.store.schema import INDEX, RL, ROW, TOKEN, VERSION, RowSegment, Sequence
 from probe.store.writer import DumpWriter
 
 Prompts = list[tuple[str, np.ndarray, int]]
@@ -91,6 +91,24 @@ def with_budget(folder: Path, keep: Any = None, version: int = 0, **budget: Any)
         wanted = np.array([keep is None or keep(int(r["sequence"]), int(r["position"])) for r in rows], bool)
         writer.append(*key, values[wanted], dtype, RowSegment(rows[wanted]))
     writer.close()
+
+
+def with_versions(
+    folder: Path, declared: Mapping[int, tuple[int, int, int]], counted: Mapping[int, int] | None = None
+) -> None:
+    """Let a step's file hold, by the number of a sequence, what a trainer declares of it: (first, last, trained).
+
+    ``counted``: the weight versions that an engine counted.
+    """
+    (path,) = folder.glob("*.h5")
+    with h5py.File(path, "r+") as file:
+        rows = np.array([(number, *versions) for number, versions in declared.items()], VERSION)
+        sequences = file["sequences"][...]
+        for number, version in (counted or {}).items():
+            sequences["weight_version"][number] = version
+        del file["versions"]
+        file.create_dataset("versions", data=rows)
+        file["sequences"][...] = sequences
 
 
 def ranks(rank: int) -> dict[str, Any]:

@@ -21,6 +21,16 @@ class Side:
     manifest: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def stage(self) -> str:
+        """Return the stage that the manifest names."""
+        return str(self.manifest.get("stage", ""))
+
+    @property
+    def whole_batch(self) -> bool:
+        """Tell whether the manifest says that all sequences of a batch are listed."""
+        return self.manifest.get("whole_batch") is True
+
+    @property
     def budget(self) -> Budget:
         """Return what the manifest says was left out."""
         return budget_of([self.manifest])

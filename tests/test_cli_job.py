@@ -296,7 +296,7 @@ def test_the_program_has_the_signals_that_a_shell_would_give_it(tmp_path: Path) 
         (("-o", "d", "--model", "m", "--", "true"), "--model has no effect on a program of your own"),
         (("-o", "d", "--stage", "actor", "--tp", "2", "--", "true"), "--tp has no effect on a program of your own"),
         (("-o", "d", "--stage", "all"), "--stage all records a program of your own: add -- COMMAND"),
-        (("-o", "d", "--stage", "rollout", "--task", "tokens"), "--task has no effect without a program"),
+        (("-o", "d", "--stage", "rollout", "--task", "tokens"), "--task tokens has no effect without a program"),
         (("-o", "d", "--stage", "logprob", "--", "true"), "'logprob'"),
         (("-o", "d", "--steps", "1,x", "--", "true"), "'1,x' is not a list of whole numbers"),
         (("-o", "d", "--task", "everything", "--", "true"), "'everything'"),

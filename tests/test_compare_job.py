@@ -100,7 +100,8 @@ REFUSED = {
         None,
         "holds rollout alone, not rollout and logprob .* give the dump to compare it with",
     ),
-    "no pair": (("logprob", "update"), None, r"holds logprob and update, not rollout .*'probe compare \S+ \S+'"),
+    "no pair": (("reference", "update"), None, r"holds reference and update, not rollout .*'probe compare \S+ \S+'"),
+    "no rollout": (("logprob", "update"), None, r"holds logprob and update, not rollout .*'probe tokens \S+'"),
     "no such step": (("rollout", "logprob"), 7, "does not hold step 7 of both rollout and logprob: it holds step 0"),
 }
 

@@ -17,7 +17,7 @@ from probe.compare.coverage import REASONS, count_rows, fewer_rows
 from probe.compare.report.model import ROW_REASONS
 from probe.compare.run import compare_dumps, compare_open, exit_status
 from probe.errors import CompareError
-from probe.store.schema import ROW, RowSegment, Sequence
+from probe.store.schema import ROW, RowSegment, Sequence, Versions
 from probe.store.writer import DumpWriter
 
 IDS = [1, 2, 3, 4, 5]
@@ -107,7 +107,10 @@ def test_a_tensor_with_fewer_rows_is_listed_with_the_side_that_lacks_them():
 
 @st.composite
 def sides(draw: st.DrawFn) -> tuple[Any, list[np.ndarray]]:
-    """Draw one side: overlapping contents, names, versions, pieces, cache holes, and row tables of three tensors."""
+    """Draw one side: overlapping contents, names, versions, pieces, cache holes, and row tables of three tensors.
+
+    A side may be a rollout or its trainer, which declares versions of its sequences and lists its whole batch or not.
+    """
     found = []
     for number in range(draw(st.integers(0, 5))):
         ids = [draw(st.integers(0, 1)), *draw(st.lists(st.integers(0, 1), min_size=0, max_size=5))]
@@ -116,12 +119,14 @@ def sides(draw: st.DrawFn) -> tuple[Any, list[np.ndarray]]:
             "trajectory": draw(st.sampled_from(["", "t"])),
             "weight_version": draw(st.sampled_from([0, 1, 2])),
             "cached": draw(st.integers(0, 2)),
+            "declared": draw(st.sampled_from([None, None, Versions(0, 0, 1), Versions(1, 1, 1), Versions(0, 1, 1)])),
         }
         found.append(seq(draw(st.sampled_from(["", "u", f"n{number}"])), ids, draw(st.integers(0, 3)), **more))
     cells = [(-1, -1), *((n, p) for n, s in enumerate(found) for p in range(len(s.tokens)))]
     drawn = [draw(st.lists(st.tuples(st.sampled_from(cells), st.integers(0, 3)), max_size=12)) for _ in range(3)]
     tables = [table([(*cell, call) for cell, call in one]) for one in drawn]
-    return side(*found, prompts_only=draw(st.booleans())), tables
+    job = {"run": draw(st.sampled_from(["", "r"])), "stage": draw(st.sampled_from(["rollout", "logprob"]))}
+    return side(*found, prompts_only=draw(st.booleans()), whole_batch=draw(st.booleans()), **job), tables
 
 
 @given(sides(), sides(), st.booleans())

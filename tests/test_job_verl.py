@@ -23,6 +23,7 @@ from probe import open_dump
 from probe.compare.run import compare_dumps
 from probe.compare.tokens.rl import read_rl
 from probe.hooks.jobs.log import TROUBLE, read_lines
+from probe.store.schema import Versions
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("verl")
@@ -186,7 +187,7 @@ def compared(dump: Path) -> dict[str, Any]:
     """Return the report of ``probe compare DUMP`` and, as ``status``, its exit status."""
     command = [sys.executable, "-m", "probe", "compare", str(dump), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, cwd=dump.parent)
-    assert done.returncode in (0, 1), done.stderr
+    assert done.returncode in (0, 1, 2), done.stderr
     return {**json.loads(done.stdout), "status": done.returncode}
 
 
@@ -221,6 +222,41 @@ def test_a_rollout_of_an_older_checkpoint_is_stale_weights(jobs: Path, demo_mode
     assert (report["verdict"], report["status"]) == ("divergent", 1)
     assert report["suspects"][0]["cause"] == "stale-weights"
     assert report["suspects"][0]["side"] in ("a", "unknown")
+
+
+@pytest.fixture(scope="module")
+def lagging(jobs: Path, demo_model: Path) -> Job:
+    """A rollout of four prompts on older weights, as verl declares; two of its responses are trained on."""
+    old = older_checkpoint(demo_model, jobs / "older-by-one")
+    options = {"rollout_model": str(old), "versions": [2, 2, 3], "trained": 2, "update": {"mini_batch_size": 2}}
+    return run_job(jobs / "lagging", demo_model, {"DUMP_ON": "1"}, **options)
+
+
+def test_what_verl_declares_of_the_weights_is_stored_with_each_sequence(lagging: Job) -> None:
+    """GIVEN a batch that names its weights and a trainer that sent its own under a number, THEN rows have both."""
+    assert [line.text for line in read_lines(lagging.dump) if line.kind == TROUBLE] == []
+    for stage in ("logprob", "update"):
+        with open_dump(lagging.dump / stage) as dump:
+            assert [s.declared for s in dump.sequences] == [Versions(2, 2, 3)] * 2
+            assert dump.whole_batch == (stage == "logprob")
+
+
+def test_a_declared_lag_of_older_weights_is_not_staleness(lagging: Job) -> None:
+    """GIVEN the stale rollout's weights, WHEN verl declares them to be of the version before, THEN nothing is stale."""
+    report = compared(lagging.dump)
+    weights = next(gate for gate in report["gates"] if gate["name"] == "weights")
+    assert weights["status"] == "warn" and "1 version older than its own" in weights["detail"]
+    assert "stale-weights" not in {suspect["cause"] for suspect in report["suspects"]}
+    assert (report["verdict"], report["status"]) == ("incomparable", 2)
+    assert report["coverage"]["rows"]["joined"] == 0 and report["coverage"]["rows"]["b"]["other_version"]
+
+
+def test_responses_that_were_not_trained_on_are_not_missed(lagging: Job) -> None:
+    """GIVEN a rollout of which the trainer was given two of four sequences, THEN the others have their own reason."""
+    report = compared(lagging.dump)
+    rows = report["coverage"]["rows"]["a"]
+    assert rows["not_trained"] == total(2) + total(3) - 2 and "other_sequence" not in rows
+    assert any("2 sequences of a that the trainer did not train on" in said for said in report["not_compared"])
 
 
 def older_checkpoint(model: Path, folder: Path) -> Path:

@@ -82,7 +82,7 @@ def test_equal_rows_are_told_apart_however_a_batch_is_cut(cut: list[tuple[int, .
         expect=lambda sequences: None,
         end=lambda: None,
         announce=lambda rows: told["announced"].append([row.uid for row in rows]),
-        add_tokens=lambda name, *given: told["tokens"].append(name),
+        add_tokens=lambda name, *given, declared: told["tokens"].append(name),
         add_rl=lambda name, column, *given, prompt_len: told.setdefault(column, []).append(name),
     )
     engine = types.SimpleNamespace(is_mp_src_rank_with_outputs=lambda: True)

@@ -60,8 +60,11 @@ def test_an_msprobe_config_works_as_it_is(tmp_path):
         settings = load_settings(write_config(tmp_path / "c.json", {**task, **common, **sections}), {}, {})
         assert (settings.list, settings.data_mode, settings.step, settings.rank) == (("mlp",), ("output",), (0,), ())
     statistics = write_config(tmp_path / "s.json", {"task": "statistics", **common, **sections})
-    with pytest.raises(UsageError, match=r"task 'statistics' is not supported: use tokens, tensor"):
-        load_settings(statistics, {}, {})
+    settings = load_settings(statistics, {}, {})
+    assert (settings.task, settings.list, settings.data_mode) == ("statistics", ("never",), ("input",))
+    other = write_config(tmp_path / "o.json", {"task": "overflow_check", **common})
+    with pytest.raises(UsageError, match=r"task 'overflow_check' is not supported: use tokens, statistics, tensor"):
+        load_settings(other, {}, {})
     assert load_settings(statistics, {"task": "tensor"}, {}).list == ("mlp",)
     sections["tensor"]["scope"] = ["Module.a", "Module.b"]
     with pytest.raises(UsageError, match="sets 'scope', which probe does not have"):

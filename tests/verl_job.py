@@ -81,9 +81,16 @@ def main(
     length: int = 8,
     steps: int = 1,
     update: dict[str, Any] | None = None,
+    trained: int | None = None,
+    versions: list[int] | None = None,
     **worker: Any,
 ) -> None:
-    """Run the job; with ``rollout_model`` vLLM makes the responses. ``worker`` and ``update``: see verl_worker.py."""
+    """Run the job; with ``rollout_model`` vLLM makes the responses. ``worker`` and ``update``: see verl_worker.py.
+
+    ``trained``: of how many prompts the responses are trained on, all by default; ``versions``: the first and the last
+    version of the weights that verl declares of each response, and the version that the trainer sent last.
+    """
+    import numpy as np
     import ray
     import torch
     from verl_worker import Rolled, batch_of, log_prob_pass, training_worker, update_pass
@@ -95,16 +102,20 @@ def main(
         responses = ray.get(server.generate.remote(prompts, length))
         ray.get(server.stop.remote())
     workers = training_worker(Path(model), **worker)
+    if versions:
+        workers.sync(versions[2])
     found = []
     for _ in range(steps):
         rolled = [
             Rolled(prompt, made["response"], made["logprobs"], f"prompt{i}")
-            for i, (prompt, made) in enumerate(zip(prompts, responses))
+            for i, (prompt, made) in enumerate(zip(prompts[:trained], responses))
         ]
         batch = batch_of(rolled, TEMPERATURE)
+        for name, version in zip(("min_global_steps", "max_global_steps"), versions or ()):
+            batch.non_tensor_batch[name] = np.array([version] * len(rolled), dtype=object)
         old = log_prob_pass(workers, batch)
         batch.batch["old_log_probs"] = old
-        signs = torch.tensor([1.0 if i % 2 else -1.0 for i in range(len(prompts))])
+        signs = torch.tensor([1.0 if i % 2 else -1.0 for i in range(len(rolled))])
         batch.batch["advantages"] = signs[:, None] * batch.batch["response_mask"]
         batch.batch["returns"] = batch.batch["advantages"].clone()
         metrics = update_pass(workers, batch, **(update or {}))

@@ -67,7 +67,6 @@ def training_worker(
         HFModelConfig,
         TrainingWorkerConfig,
     )
-    from verl.workers.engine_workers import TrainingWorker
     from verl.workers.utils.losses import ppo_loss
 
     config = TrainingWorkerConfig(
@@ -96,13 +95,35 @@ def training_worker(
     )
     workers = RayWorkerGroup(
         resource_pool=RayResourcePool(process_on_nodes=[ranks], use_gpu=False, max_colocate_count=1),
-        ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(TrainingWorker), config=config),
+        ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(_syncing_worker()), config=config),
         device_name="cpu",
     )
     workers.reset()
     actor = FSDPActorConfig(strategy=strategy, rollout_n=1, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=1)
     workers.set_loss_fn(partial(ppo_loss, config=actor))
     return workers
+
+
+def _syncing_worker() -> type:
+    """Return verl's TrainingWorker with the weight sync of its ActorRolloutRefWorker, to one that receives nothing."""
+    import asyncio
+    from types import SimpleNamespace
+
+    from verl.single_controller.base.decorator import Dispatch, register
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+    class Receiver:
+        async def send_weights(self, engine: Any, global_steps: int) -> None:
+            pass
+
+    class SyncingWorker(TrainingWorker):  # type: ignore[misc]
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def sync(self, version: int) -> None:
+            """Send the weights as verl does, under a number."""
+            whole = SimpleNamespace(actor=self, checkpoint_engine=Receiver(), config=None)
+            asyncio.run(ActorRolloutRefWorker.update_weights(whole, global_steps=version, mode="delta_sharded"))
+
+    return SyncingWorker
 
 
 def log_prob_pass(workers: Any, batch: Any) -> torch.Tensor:

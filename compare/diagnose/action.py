@@ -119,6 +119,11 @@ def _stop(e: Evidence, real: list[Suspect]) -> str:
     if not real:
         return "The two sides do not compute the same thing: find the cause before training on these log-probs."
     first = real[0]
+    if first.cause == "lagged-weights":
+        return (
+            "The weights lag as declared, so that a fault cannot be told from the updates in between: compare sequences"
+            " of one version; the policy ratio of the others needs importance sampling."
+        )
     return f"Repair {first.name} first ({_words(first)}); importance sampling would only hide it."
 
 

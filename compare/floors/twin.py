@@ -88,4 +88,7 @@ def opened(path: str | Path, what: str) -> Iterator[Dump]:
     with open_dump(path) as dump:
         if not dump.tensors:
             raise UsageError(f"{what} {path} holds no tensor", "make it with probe dump")
+        if dump.reduced:
+            problem = f"{what} {path} holds statistics of rows in place of values (task statistics)"
+            raise UsageError(problem, "make it with task tensor")
         yield dump

@@ -28,6 +28,7 @@ def own_errors(measured: Iterable[Measured]) -> dict[str, OwnError]:
     verdicts rest on noise floors and replays.
     """
     found = {m.match.label: m.metrics for m in measured if m.metrics is not None and not is_routing(m.match.label)}
+    found = {label: metrics for label, metrics in found.items() if not metrics.is_bound}  # of which no share is known
     usable = {label: metrics for label, metrics in found.items() if metrics.pairs and np.isfinite(metrics.rel_l2)}
     layers = count_layers(usable)
     errors = {}

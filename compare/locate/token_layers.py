@@ -116,7 +116,7 @@ def _lies_in(difference: float, departure: Departure | None, allowed: float | No
 def _allowed_by_logits(e: Evidence, cells: np.ndarray) -> Mapping[int, float]:
     """Return cell -> how far the two sides' logits of that row let log-probs part, where they were compared."""
     entry = e.entry(LOGITS)
-    if e.batch is None or entry is None or entry.metrics is None or entry.join is None:
+    if e.batch is None or entry is None or entry.metrics is None or entry.join is None or entry.metrics.is_bound:
         return {}
     meanings = [origin.meaning or Semantics() for origin in e.batch.origins]
     rows, here = _places(entry.join, np.unique(cells))

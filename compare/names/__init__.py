@@ -6,10 +6,11 @@ from collections.abc import Collection
 
 from probe.compare.names.base import EngineTable, resolve, strip_native
 from probe.compare.names.megatron import TABLE as MEGATRON
+from probe.compare.names.sglang import TABLE as SGLANG
 from probe.compare.names.transformers import TABLE as TRANSFORMERS
 from probe.compare.names.vllm import TABLE as VLLM
 
-TABLES = {table.engine: table for table in (VLLM, MEGATRON, TRANSFORMERS)}
+TABLES = {table.engine: table for table in (VLLM, SGLANG, MEGATRON, TRANSFORMERS)}
 
 
 def table_for(engine: str, labels: Collection[str] = ()) -> EngineTable:

@@ -176,9 +176,12 @@ def floor_words(report: Report) -> str:
     """Return where the noise floors come from."""
     sources = [layer.get("floor_source") for layer in report["layers"] if layer.get("floor_source")]
     counts = {source: sources.count(source) for source in dict.fromkeys(sources)}
+    bounds = sum(bool(layer.get("bound")) for layer in report["layers"])
+    least = f"; relL2 of {bounds} tensors is what statistics of their rows say it is at least" if bounds else ""
     if len(counts) == 1:
-        return "".join(FLOOR_SOURCES.get(source, source) for source in counts)
-    return ", ".join(f"{FLOOR_SOURCES.get(source, source)} for {count} tensors" for source, count in counts.items())
+        return "".join(FLOOR_SOURCES.get(source, source) for source in counts) + least
+    words = (f"{FLOOR_SOURCES.get(source, source)} for {count} tensors" for source, count in counts.items())
+    return ", ".join(words) + least
 
 
 def golden_words(layer: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ LOGPROB_SOURCES = {"engine": "as the engine returned them", "recomputed": "recom
 ROW_REASONS = {
     "padding": "padding",
     "computed_again": "computed again in a later piece of the trajectory",
+    "not_trained": "of a sequence that the job's trainer did not train on",
     "other_sequence": "of a sequence that only this side has",
     "other_version": "of another weight version",
     "prefix_cache": "not executed by the other side (prefix cache)",

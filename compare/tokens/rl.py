@@ -23,10 +23,11 @@ def read_rl(dump: Dump) -> dict[str, Cells]:
 
     Of a token that was stored twice the last call counts. Raises DumpError where a tensor has not one float per token.
     """
-    return {column: _cells(dump, column) for column in RL_COLUMNS if (RL, column) in dump.tensors}
+    return {column: read_column(dump, column) for column in RL_COLUMNS if (RL, column) in dump.tensors}
 
 
-def _cells(dump: Dump, column: str) -> Cells:
+def read_column(dump: Dump, column: str) -> Cells:
+    """Return one column that a dump stores, as :func:`read_rl` does all."""
     info = dump.tensors[RL, column]
     if not info.has_rows or math.prod(info.feature_shape) != 1 or info.dtype not in MANTISSA_BITS:
         shape = [info.rows, *info.feature_shape]
@@ -45,7 +46,7 @@ def mask_responses(dumps: Listing[Dump], update: Dump) -> None:
     """Take the tokens that the trainer's update masks out of the responses of other dumps of the same tokens."""
     if (RL, MASK) not in update.tensors:
         return
-    cells = _cells(update, MASK)
+    cells = read_column(update, MASK)
     for dump in dumps:
         sequence, position, kept = _renumbered({MASK: cells}, dump, update)[MASK]
         masked = pack(sequence, position)[(kept == 0) & (sequence >= 0)]

@@ -11,6 +11,7 @@ from probe.compare.diagnose.causes import CAUSES
 from probe.compare.report.model import counted, headline_sentence, number
 from probe.compare.sampling_gate import OTHER_DISTRIBUTION
 from probe.compare.tokens.batch import TokenBatch
+from probe.compare.tokens.meaning import SOURCES
 
 Report = Mapping[str, Any]
 
@@ -191,7 +192,7 @@ def next_commands(report: Report, paths: list[str], words: str) -> list[str]:
     """Return commands to paste, the most useful one first."""
     sources = " ".join(map(shlex.quote, paths))
     again = f"probe tokens {sources} {words}".rstrip()
-    dumps = [report[side]["path"] for side in "ab" if report[side]["kind"] == "dump"]
+    dumps = [report[side]["path"] for side in "ab" if report[side]["kind"] == "dump" and report[side]["key"] in SOURCES]
     both = [f"probe compare {' '.join(map(shlex.quote, dumps))}"] if len(set(dumps)) == 2 else []
     if both and len(paths) == 1:  # a job's folder
         step = next((word for word in words.split("--") if word.startswith("step ")), "")

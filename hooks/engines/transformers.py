@@ -45,7 +45,7 @@ class BatchAdapter(EngineAdapter):
     The caller may announce the sequences of the next call, and in ``told`` which cells are theirs where the arguments
     do not show it; else each batch row is a new sequence, or the last call's where a KV cache goes on. Padding comes
     from ``attention_mask``, positions from it or ``position_ids``; one row whose ``position_ids`` start again is
-    several packed sequences.
+    several packed sequences. ``known`` are the rows of the next call where its caller has read them already.
     """
 
     name = "transformers"
@@ -56,6 +56,7 @@ class BatchAdapter(EngineAdapter):
         super().__init__(book, prompts_only=prompts_only)
         self.announced: list[Announced] = []
         self.told: Cells | None = None
+        self.known: CallRows | None = None
         self.stops: frozenset[int] = frozenset()
         self._ended: set[str] = set()
         self._last: list[Announced] = []
@@ -76,7 +77,7 @@ class BatchAdapter(EngineAdapter):
 
     def announce(self, sequences: list[Announced]) -> None:
         """Say which sequences the batch rows of the following calls are."""
-        self.announced, self.told = list(sequences), None
+        self.announced, self.told, self.known = list(sequences), None, None
 
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> np.ndarray | None:
         """Return the last rows of each sequence for a head that was asked for only those (``logits_to_keep``)."""
@@ -91,10 +92,10 @@ class BatchAdapter(EngineAdapter):
         if self.paused:
             return None
         named = bind_arguments(module, args, kwargs)
-        grid = self._grid(module, named)
+        rows = self.known or self.rows_of_call(self._grid(module, named))
         kept = named.get("logits_to_keep", 0)
-        self._shape, self._logits_to_keep = grid.shape, kept if isinstance(kept, int) else 0
-        return self.rows_of_call(grid)
+        self._shape, self._logits_to_keep = rows.grid.shape, kept if isinstance(kept, int) else 0
+        return rows
 
     def _grid(self, module: torch.nn.Module, named: dict[str, Any]) -> np.ndarray:
         ids = _token_ids(named)

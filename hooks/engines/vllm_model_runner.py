@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +32,18 @@ def find_runner(model: Any) -> Any:
             "set VLLM_ENABLE_V1_MULTIPROCESSING=0, or use 'probe dump --stage rollout'",
         )
     # vLLM's model does not know its runner, whose batch bookkeeping says which row is which request
+    known = _runners[model]() if model in _runners else None
+    if getattr(known, "model", None) is model:
+        return known
     candidates = (o for o in _live_objects() if type(o).__name__.endswith("ModelRunner"))
-    return next((o for o in candidates if getattr(o, "model", None) is model), None)
+    found = next((o for o in candidates if getattr(o, "model", None) is model), None)
+    if found is not None:
+        _runners[model] = weakref.ref(found)
+    return found
+
+
+_runners: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""Models whose runner was found: whoever starts a debugger for every pass asks every time."""
 
 
 def _live_objects() -> list[Any]:

@@ -183,8 +183,7 @@ class RequestLedger:
         return self._opened(name, prompt, state.output_token_ids, state.sampling_params, version)
 
     def _opened(self, name: str, prompt: list[int], generated: Iterable[int], params: Any, version: int) -> _Request:
-        digest = xxhash.xxh3_64_intdigest(np.array(prompt, "<i8").data)
-        number, sample = _next(self._pieces, name), _next(self._samples, digest)
+        number, sample = next_number(self._pieces, name), next_number(self._samples, digest_of(prompt))
         tokens = [*prompt, *(int(token) for token in generated)]
         most = getattr(params, "max_tokens", None)
         stops = {getattr(params, "eos_token_id", None), *(getattr(params, "stop_token_ids", None) or ())} - {None}
@@ -199,7 +198,7 @@ class RequestLedger:
 
     def _continue(self, name: str, request: _Request, version: int, held: int) -> None:
         """Begin the piece that newer weights generate: what older ones did is its prompt, without log-probs."""
-        number, old = _next(self._pieces, name), request.piece
+        number, old = next_number(self._pieces, name), request.piece
         length = max(request.prompt_len, held)
         request.piece = Piece(f"{name}#{number}", number, version, length, old.sample, old.prompt)
         request.logprobs = [NAN] * len(request.tokens)
@@ -221,7 +220,12 @@ def places_of(output: Any, *, ahead: bool = False) -> dict[str, int | None]:
     }
 
 
-def _next(counter: Counter[Any], key: Any) -> int:
+def digest_of(prompt: Iterable[int]) -> int:
+    """Return the 64 bits that stand for a prompt's ids."""
+    return xxhash.xxh3_64_intdigest(np.array(tuple(prompt), "<i8").data)
+
+
+def next_number(counter: Counter[Any], key: Any) -> int:
     """Return how often a key was asked for before, and forget the one that was last asked for the longest ago."""
     count = counter.pop(key, 0)
     counter[key] = count + 1

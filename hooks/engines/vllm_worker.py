@@ -23,6 +23,7 @@ from probe.hooks.engines.vllm_parallel import place_of
 from probe.hooks.engines.vllm_weights import loaded_sketches, loaded_values, sketch_before_repacking
 from probe.hooks.noise import add_noise
 from probe.hooks.parameters import store_parameters
+from probe.settings import Settings
 from probe.store.writer import DumpWriter
 
 sketch_before_repacking()
@@ -45,7 +46,7 @@ class ProbeWorker:
         prepare_stage(runner)
         known = {"prompts_only": wanted["prompts_only"], "prompt_lens": wanted["prompt_lens"]}
         adapter = VllmAdapter(SequenceBook(writer), runner, place=place, **known)
-        self._probe = capture = Capture(writer, adapter)
+        self._probe = capture = Capture(writer, adapter, Settings(task=manifest["task"]))
         for weight in loaded_sketches(model):
             writer.add_weight(weight)
         store_parameters(writer, loaded_values(model))

@@ -18,13 +18,12 @@ from probe.hooks.capture import Capture
 from probe.hooks.debugger import global_rank
 from probe.hooks.engines.base import EngineAdapter
 from probe.hooks.engines.sequences import SequenceBook
-from probe.hooks.engines.vllm_parallel import place_of
 from probe.hooks.jobs.log import note, trouble
 from probe.hooks.jobs.run import holds_earlier, run_id
 from probe.hooks.rows import Announced
 from probe.manifest import write_manifest
-from probe.settings import TENSOR, TOKENS, Settings
-from probe.store.schema import RL, RL_COLUMNS, RL_KEPT, ROW, TOKEN, RowSegment, WeightSketch
+from probe.settings import TOKENS, Settings
+from probe.store.schema import RL, RL_COLUMNS, RL_KEPT, ROW, TOKEN, RowSegment, Versions, WeightSketch
 from probe.store.writer import DumpWriter
 
 MOST_FILES = 1000
@@ -43,14 +42,23 @@ class StepFile:
     listed: set[int] = field(default_factory=set)
     """Numbers of the sequences whose ids are in the token table."""
 
-    def list_sequence(self, number: int, ids: np.ndarray, *, returned: Any = None, recomputed: Any = None) -> None:
+    def list_sequence(
+        self,
+        number: int,
+        ids: np.ndarray,
+        *,
+        returned: Any = None,
+        recomputed: Any = None,
+        declared: Versions | None = None,
+    ) -> None:
         """Add a sequence to the token table: its ids (int64 [n]), and the log-prob of each (float [n] or None).
 
-        ``returned`` are those of the engine, ``recomputed`` those that the logits give.
+        ``returned`` are those of the engine, ``recomputed`` those that the logits give; ``declared``: what a trainer
+        says of the weights.
         """
         self.listed.add(number)
         sequence = self.adapter.book.sequences[number]
-        sequence.length = max(sequence.length, len(ids))
+        sequence.length, sequence.declared = max(sequence.length, len(ids)), declared
         self.writer.end_sequence(sequence, ids)
         self.adapter.book.forget_ids(number)
         rows = np.zeros(len(ids), TOKEN)
@@ -123,14 +131,14 @@ def open_step(
     sketches: Callable[[], Iterable[WeightSketch]] | None,
     on_error: Callable[[Exception], None],
 ) -> StepFile:
-    """Open the file of a step, store the weight sketches, and make the capture that task ``tensor`` hooks."""
+    """Open the file of a step, store the weight sketches, and make the capture that hooks the modules, if any."""
     manifest = describe(subject, stage, settings) | {"run": run_id()} | about
     if settings.task == TOKENS:
         manifest.pop("budget", None)
     else:
         note(estimate_line(manifest))
     runner = subject.runner
-    rank = global_rank() if runner is None else int(place_of(runner).rank)
+    rank = global_rank() if runner is None else int(subject.place.rank)
     writer = _open_writer(folder / stage / f"step{step}", manifest, subject, rank, settings)
     try:
         if settings.task == TOKENS and runner is not None:
@@ -144,7 +152,7 @@ def open_step(
         for weight in sketches() if sketches is not None else ():
             writer.add_weight(weight)
         capture = None
-        if settings.task == TENSOR:
+        if settings.task != TOKENS:
             adapter.budget = make_budget(manifest, writer, chosen_folder(folder, step))
             capture = Capture(writer, adapter, settings, on_error=on_error)
         write_manifest(folder, manifest)

@@ -25,6 +25,7 @@ from probe.hooks.jobs.log import note, trouble
 from probe.hooks.jobs.optimizers import OptimizerSteps
 from probe.hooks.jobs.recorder import Recorder
 from probe.hooks.jobs.session import session
+from probe.hooks.jobs.shadow import run_prompts
 from probe.hooks.wrappers import recomputing, unwrap
 from probe.settings import STAGES
 
@@ -183,7 +184,11 @@ def _recorded(original: Callable[..., Any], model: Any, args: Any, kwargs: Any) 
     if recorder is None:
         return original(*args, **kwargs)
     try:
-        rows = recorder.rows_before(getattr(model, "_orig_mod", model), args, kwargs)
+        rows = None
+        if _here.generation is None:  # whose first forward is of the prompts alone
+            rows = _keep_job_safe(run_prompts, recorder, original, model, args, kwargs)
+        if rows is None:
+            rows = recorder.rows_before(getattr(model, "_orig_mod", model), args, kwargs)
         output = original(*args, **kwargs)
         _keep_job_safe(_note_tokens, recorder, rows, output, _keeps_last(model, args, kwargs))
         return output

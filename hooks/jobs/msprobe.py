@@ -3,15 +3,20 @@
 verl's profiler (``tool: precision_debugger``) and vllm-ascend (``dump_config``) do; so neither needs msProbe installed
 nor a line changed. A finder, first in line, answers for ``msprobe`` and ``msprobe.pytorch``; nothing heavy is imported
 before somebody imports those.
+
+vllm-ascend starts and stops the debugger within each pass of its model runner, and calls ``step`` after it: msProbe's
+steps are passes there. Here all passes of a runner make one dump, ``rollout/stepN`` of the first pass recorded, because
+a sequence is compared as a whole; a ``step`` of the configuration still names passes.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -54,10 +59,20 @@ class _Loader(importlib.abc.Loader):
 
             module.PrecisionDebugger = debugger_class()  # type: ignore[attr-defined]
             module.seed_all, module.save = probe.seed_all, probe.save  # type: ignore[attr-defined]
+            module.__getattr__ = _refuse_graphs  # type: ignore[method-assign]
+
+
+def _refuse_graphs(name: str) -> Any:
+    """Say what to do where vllm-ascend asks for the dumper of graph mode, whose graphs hide the modules."""
+    if name == "AclGraphDumper":
+        raise ImportError(
+            f"{SWITCH}=1 records modules, which a graph hides: run vLLM with enforce_eager=True, or unset the variable"
+        )
+    raise AttributeError(f"module {PYTORCH!r}, which is probe's here, has no {name!r}")
 
 
 def debugger_class() -> type:
-    """Return our PrecisionDebugger with what verl's profiler touches of msProbe's: ``service``."""
+    """Return our PrecisionDebugger with what verl, vllm-ascend and SGLang touch of msProbe's."""
     from probe import PrecisionDebugger as Ours
 
     class PrecisionDebugger(Ours):
@@ -70,7 +85,84 @@ def debugger_class() -> type:
             if path is not None:
                 self.service.config.dump_path = path
 
+        def start(
+            self,
+            model: Any = None,
+            token_range: tuple[int, int] | None = None,
+            rank_id: int | None = None,
+            scheduled_tokens: dict[str, int] | None = None,
+            **keywords: Any,
+        ) -> Any:
+            """Hook ``model``; ``rank_id`` is not needed, ranks are known here.
+
+            ``scheduled_tokens``: how many tokens of each request the pass runs that is under way (vllm-ascend after
+            0.23, from within the pass); without it they are read where the runner takes its scheduler's orders.
+            """
+            super().start(model, token_range, **keywords)
+            if self._capture is not None and self._adapter.name == "vllm":
+                _enter_pass(self, scheduled_tokens or {})
+            return self
+
+        def stop(self) -> None:
+            """Remove every hook: the pass is over, whatever the runner runs until the next one."""
+            if self._capture is not None and self._adapter.name == "vllm":
+                self._adapter.end_pass()
+            super().stop()
+
+        def step(self, *, dump: bool = True) -> None:
+            """Complete the dump of this step; of an engine, whose steps are passes, once no more is wanted.
+
+            ``dump=False`` says that the pass was vllm-ascend's own, of no request: it is not counted.
+            """
+            if dump and not _goes_on(self):
+                super().step()
+
     return PrecisionDebugger
+
+
+def _enter_pass(debugger: Any, scheduled: dict[str, int]) -> None:
+    """Tell the adapter which requests the running pass serves, now or as soon as the runner takes its orders."""
+    from probe.hooks.taps import wrap_method
+
+    adapter, undo = debugger._adapter, debugger._undo
+    if scheduled:
+        adapter.begin_pass(dict(scheduled), _first_seen(adapter, scheduled))
+    restore = wrap_method(adapter.runner, "_update_states", functools.partial(_announcing, adapter))
+
+    def both() -> None:
+        restore()
+        undo()
+
+    debugger._undo = both
+
+
+def _goes_on(debugger: Any) -> bool:
+    """Tell, and count, that the dump of an engine's passes is not complete with this one."""
+    if debugger._writer is None or debugger._adapter.name != "vllm":
+        return False
+    if debugger.settings.step and debugger.current_step >= max(debugger.settings.step):
+        return False
+    debugger.current_step += 1
+    return True
+
+
+def _first_seen(adapter: Any, scheduled: dict[str, int]) -> dict[str, int]:
+    """Return the requests of a pass that no earlier one ran, with how many of their tokens the prefix cache held."""
+    batch = adapter.runner.input_batch
+    fresh = [name for name in scheduled if name not in adapter.tokens]
+    return {name: int(batch.num_computed_tokens_cpu[batch.req_id_to_index[name]]) for name in fresh}
+
+
+def _announcing(adapter: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the runner's method that takes the scheduler's orders, which are those of the pass that begins."""
+
+    @functools.wraps(original)
+    def _update_states(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        started = {new.req_id: int(new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs}
+        adapter.begin_pass(dict(scheduler_output.num_scheduled_tokens), started)
+        return original(scheduler_output, *args, **kwargs)
+
+    return _update_states
 
 
 class _Config:

@@ -26,8 +26,8 @@ from probe.hooks.jobs.log import note, trouble
 from probe.hooks.jobs.trail import Continued, Trace
 from probe.hooks.rows import Announced, CallRows
 from probe.hooks.wrappers import refuse_compiled, unwrap
-from probe.settings import TENSOR, TOKENS
-from probe.store.schema import WeightSketch
+from probe.settings import TOKENS
+from probe.store.schema import Versions, WeightSketch
 
 if TYPE_CHECKING:
     from probe.hooks.jobs.session import Session
@@ -57,7 +57,8 @@ class Recorder:
     """What one process records of one model under one stage.
 
     ``sketches`` is a function that returns the weight sketches of the model as it is now, for engines that repack
-    their parameters; by default they are computed from the parameters. ``task`` is ``tensor`` or ``tokens``: no hooks.
+    their parameters; by default they are computed from the parameters. ``task`` is one of :data:`probe.settings.TASKS`,
+    of which ``tokens`` needs no hooks.
     """
 
     def __init__(self, session: Session, stage: str, model: Any, *, runner: Any = None) -> None:
@@ -250,7 +251,7 @@ class Recorder:
     @_harmless
     def tokens_only(self, reason: str) -> None:
         """Record no tensors of this model (from the next file on), and say why once."""
-        if self.task == TENSOR:
+        if self.task != TOKENS:
             self.task = TOKENS
             trouble(f"{self.stage}: ids, log-probs and weight sketches only, no tensors: {reason}")
 
@@ -275,10 +276,11 @@ class Recorder:
         request_id: str = "",
         trajectory: str = "",
         weight_version: int = 0,
+        declared: Versions | None = None,
     ) -> None:
         """Store the ids (int [n]) of a whole sequence and the log-prob of each (float [n], NaN where there is none).
 
-        Every sequence has them, whatever the budget says of tensors. A sequence is stored once per file.
+        Every sequence has them, whatever the budget says; once per file. ``declared``: what a trainer says of weights.
         """
         file = self._file
         if file is None:
@@ -291,7 +293,7 @@ class Recorder:
         number = book.number(about, length=len(ids), request_id=request_id, weight_version=weight_version)
         if number in file.listed:
             return
-        file.list_sequence(number, ids, returned=logprobs)
+        file.list_sequence(number, ids, returned=logprobs, declared=declared)
 
     @_harmless
     def stop_at(self, ids: Iterable[int]) -> None:
@@ -358,7 +360,7 @@ class Recorder:
             self._taken = step
             return
         subject = subject_of(self.model if self.runner is None else self.model[0], self.runner)
-        if self.task == TENSOR:
+        if self.task != TOKENS:
             try:
                 refuse_compiled(subject.chunks)
             except CaptureError as error:

@@ -9,6 +9,8 @@ from pathlib import Path
 from probe.hooks.jobs.run import is_earlier, run_id
 
 STEP_FILE = "step"
+STEP_SECONDS = 1.0
+"""How long an engine's passes may go without asking for the step: a file is read for it. New requests always ask."""
 
 
 class StepClock:

@@ -24,6 +24,7 @@ import numpy as np
 
 from probe.hooks.jobs.log import note, trouble
 from probe.hooks.jobs.session import session
+from probe.hooks.jobs.shadow import own_forward
 from probe.hooks.jobs.verl_batch import (
     Rows,
     Twins,
@@ -33,7 +34,8 @@ from probe.hooks.jobs.verl_batch import (
     temperature_of,
     trainer_columns,
 )
-from probe.store.schema import AXES
+from probe.hooks.jobs.verl_versions import UNKNOWN, note_update, noting_syncs, version_of
+from probe.store.schema import AXES, Versions
 
 STAGES = LOGPROB, REFERENCE, UPDATE = "logprob", "reference", "update"
 VALUE_MODEL = "value_model"
@@ -50,10 +52,11 @@ _finished: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def patch_workers(module: ModuleType) -> None:
-    """Wrap the workers of ``verl.workers.engine_workers``: they know the reference pass and an update's extent."""
+    """Wrap the workers of ``verl.workers.engine_workers``: they know the reference pass, an update's extent, syncs."""
     wrap(module.TrainingWorker, "infer_batch", functools.partial(_as_reference, always=False))
     wrap(module.TrainingWorker, "train_mini_batch", _in_update)
     wrap(module.ActorRolloutRefWorker, "compute_ref_log_prob", functools.partial(_as_reference, always=True))
+    wrap(module.ActorRolloutRefWorker, "update_weights", noting_syncs)
 
 
 def patch_passes(module: ModuleType) -> None:
@@ -199,6 +202,7 @@ class Update:
 
     def finish(self, engine: Any) -> None:
         """Complete the files of the step: what this model computes from now on is of other weights."""
+        note_update(engine)
         if self.recorded is None:
             return
         _finished[engine] = self.step
@@ -208,11 +212,17 @@ class Update:
 
 
 class Pass:
-    """One pass of an engine over a batch, from the recorder's ``begin`` to its ``end``."""
+    """One pass of an engine over a batch, from the recorder's ``begin`` to its ``end``.
 
-    def __init__(self, engine: Any, recorder: Any, update: Update | None, *, tensors: bool) -> None:
+    ``version``: of the weights that it runs with (:func:`probe.hooks.jobs.verl_versions.version_of`).
+    """
+
+    def __init__(
+        self, engine: Any, recorder: Any, update: Update | None, *, tensors: bool, version: int = UNKNOWN
+    ) -> None:
         self.engine, self.recorder, self.tensors = engine, recorder, tensors
-        self.update = update
+        self.update, self.version = update, version
+        self._batch: set[str] | None = None
         self._seen: set[str] = update.seen if update is not None else set()
         self._current: tuple[Any, Rows | None] = (None, None)
         self._shown, self._returned = Twins(), Twins()
@@ -240,8 +250,13 @@ class Pass:
         self._shown, self._returned = Twins(rows), Twins(rows)
         if self.tensors:
             self.recorder.expect(list(zip(rows.tokens, rows.prompt_lens)))
-        if self.update is not None and self.engine.is_mp_src_rank_with_outputs():
+        if not self.engine.is_mp_src_rank_with_outputs():
+            return
+        if self.update is not None:
             self._columns = rows, trainer_columns(batch, rows)
+        else:
+            self._batch = set(rows.names)
+            self.recorder.update_manifest(whole_batch=False)
 
     def before_model(self, batch: Any) -> None:
         """Say which rows the model's next forward has."""
@@ -268,11 +283,11 @@ class Pass:
             self.recorder.end()
         fresh: set[str] = set()
         for rows, log_probs in self._scored:
-            for name, ids, prompt, values in zip(*_lists(rows), sequence_logprobs(log_probs, rows)):
+            for name, ids, prompt, weights, values in zip(*_lists(rows), sequence_logprobs(log_probs, rows)):
                 if name in self._seen:
                     continue
                 fresh.add(name)
-                self.recorder.add_tokens(name, ids, prompt, values)
+                self.recorder.add_tokens(name, ids, prompt, values, declared=Versions(*weights, self.version))
                 if self.update is not None:
                     self.recorder.add_rl(name, NEW_LOG_PROBS, values[prompt:], prompt_len=prompt)
         if self._columns is not None:
@@ -282,6 +297,8 @@ class Pass:
                     if name in fresh:
                         self.recorder.add_rl(name, column, own, prompt_len=prompt)
         self._seen |= fresh
+        if self._batch is not None:
+            self.recorder.update_manifest(whole_batch=self._batch <= fresh)
 
     def _rows(self, batch: Any) -> Rows | None:
         if self._current[0] is not batch:
@@ -289,8 +306,8 @@ class Pass:
         return self._current[1]
 
 
-def _lists(rows: Rows) -> tuple[list[str], list[np.ndarray], list[int]]:
-    return rows.names, rows.tokens, rows.prompt_lens
+def _lists(rows: Rows) -> tuple[list[str], list[np.ndarray], list[int], list[tuple[int, int]]]:
+    return rows.names, rows.tokens, rows.prompt_lens, rows.versions
 
 
 def _begin(engine: Any, batch: Any, forward_only: bool) -> Pass | None:
@@ -307,11 +324,13 @@ def _begin(engine: Any, batch: Any, forward_only: bool) -> Pass | None:
     if first and session().records(stage, session().step):
         recorder.update_manifest(**_facts(engine, batch))
         recording = recorder.begin()
+        own_forward(recorder, engine.module, "verl cuts and packs its batches itself")
     if first and update is not None:
         update.recorded = recording
     if not recording:
         return None
-    running = Pass(engine, recorder, update, tensors=first)
+    version = UNKNOWN if stage == REFERENCE else version_of(engine, updating=not forward_only)
+    running = Pass(engine, recorder, update, tensors=first, version=version)
     running.guarded(running.begin, batch)
     return running
 

@@ -7,6 +7,7 @@ A batch is a TensorDict whose ``input_ids`` is a nested (jagged) tensor, one row
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,6 +18,7 @@ import torch
 
 from probe.hooks.engines.batches import Cells
 from probe.hooks.jobs.selection import hash_of
+from probe.hooks.jobs.verl_versions import UNKNOWN, VERSIONS
 from probe.hooks.rows import Announced
 
 RL_KEYS = {
@@ -30,6 +32,10 @@ RL_KEYS = {
 }
 """verl's key in the batch of an update -> column of a dump; verl's ``values`` are the critic's when the batch was
 made."""
+
+
+PADDING = re.compile(r"pad[0-9a-f]{32}")
+"""uid of the rows that verl's v1 trainers add so that ranks get equally many (``verl.trainer.ppo.padding_utils``)."""
 
 
 class Twins:
@@ -57,13 +63,15 @@ class Twins:
 class Rows:
     """The sequences of a batch: a name that no other sequence of the job has, all ids, and the prompt's length.
 
-    ``keys`` are the names without what tells rows of equal uid and ids apart.
+    ``keys`` are the names without what tells rows of equal uid and ids apart. ``versions``: of the weights that made
+    the first and the last token, as verl declares them.
     """
 
     names: list[str]
     tokens: list[np.ndarray]
     prompt_lens: list[int]
     keys: list[str]
+    versions: list[tuple[int, int]]
 
     def numbered(self, twins: Twins) -> Rows:
         """Return the rows of a micro-batch under the names that they have in the whole batch."""
@@ -81,7 +89,8 @@ def read_rows(batch: Any) -> Rows | None:
     """Return the sequences of a batch, None where it holds no token ids.
 
     A name is the row's ``uid`` and a hash of its ids: samples of one prompt share the uid, ranks and passes see them in
-    other orders. Rows of equal uid and ids get a number too (:class:`Twins`).
+    other orders. Rows of equal uid and ids get a number too (:class:`Twins`). A row that is verl's own padding has no
+    response: no rollout ever had it.
     """
     tokens = _tokens(batch)
     if tokens is None:
@@ -90,7 +99,12 @@ def read_rows(batch: Any) -> Rows | None:
     keys = [
         f"{uid}.{hash_of(ids) & 0xFFFFFFFF:08x}" if uid else f"{hash_of(ids):016x}" for uid, ids in zip(uids, tokens)
     ]
-    return Rows(Twins().names(keys), tokens, _prompt_lens(batch, [len(ids) for ids in tokens]), keys)
+    lengths = [len(ids) for ids in tokens]
+    prompts = [
+        length if PADDING.fullmatch(uid) else prompt
+        for uid, prompt, length in zip(uids, _prompt_lens(batch, lengths), lengths)
+    ]
+    return Rows(Twins().names(keys), tokens, prompts, keys, _versions(batch, len(tokens)))
 
 
 def temperature_of(batch: Any) -> float | None:
@@ -163,6 +177,29 @@ def _uids(batch: Any, count: int) -> list[str]:
     if isinstance(value, (list, tuple, np.ndarray)) and len(value) == count:
         return [str(uid) for uid in value]
     return [str(value)] * count if isinstance(value, str) else [""] * count
+
+
+def _versions(batch: Any, count: int) -> list[tuple[int, int]]:
+    """Return the first and the last version of each row's weights (:data:`VERSIONS`), UNKNOWN where verl has none.
+
+    Batches of a DataProto have keys of these names, those of the transfer queue have them in each row's extra fields.
+    """
+    extras = _per_row(batch, "extra_fields", count)
+    named = [_per_row(batch, name, count) for name in VERSIONS]
+    found = []
+    first: Any
+    last: Any
+    for extra, own in zip(extras, zip(*named)):
+        first, last = map(extra.get, VERSIONS) if None in own and isinstance(extra, dict) else own
+        known = first is not None and last is not None
+        found.append((int(first), int(last)) if known else (UNKNOWN, UNKNOWN))
+    return found
+
+
+def _per_row(batch: Any, name: str, count: int) -> list[Any]:
+    """Return a batch's entry of a name that is no tensor, per row; None for each where there is no such list."""
+    value = _plain(batch.get(name, None))
+    return list(value) if isinstance(value, (list, tuple, np.ndarray)) and len(value) == count else [None] * count
 
 
 def _plain(value: Any) -> Any:

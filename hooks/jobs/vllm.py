@@ -26,16 +26,15 @@ from probe.hooks.engines.vllm_requests import Ended, RequestLedger, places_of
 from probe.hooks.engines.vllm_weights import loaded_sketches, mark_outdated, sketch_before_repacking
 from probe.hooks.jobs.log import note, trouble
 from probe.hooks.jobs.session import session
+from probe.hooks.jobs.steps import STEP_SECONDS
 from probe.hooks.jobs.vllm_settings import samples_here, sampling_of, what_is_left_out, why_tokens_only
 from probe.hooks.taps import wrap_method
+from probe.sampling import DISTRIBUTION
 from probe.settings import TOKENS
 from probe.store.schema import WeightSketch
 
 WARM_UP = ("_warmup", "_v2_")
 """How the ids of requests begin that vLLM sends through its runner to warm up kernels."""
-STEP_SECONDS = 1.0
-"""How long a pass may go without asking for the step: a file is read for it. New requests always ask."""
-DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 RAW = "raw_logprobs"
 
 

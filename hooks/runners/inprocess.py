@@ -20,7 +20,7 @@ from probe.hooks.runners.job import DTYPES, DumpJob, TokenSequence, step_folder
 from probe.hooks.weights import named_sketches
 from probe.hooks.wrappers import strip_wrappers
 from probe.sampling import Semantics
-from probe.settings import weights_settings
+from probe.settings import Settings, weights_settings
 from probe.store.schema import WeightSketch
 from probe.store.writer import DumpWriter
 
@@ -59,7 +59,7 @@ def capturing(
             store_model(writer, chunk, rows, weights_settings())
         if job.noise is not None:
             add_noise(chunks, job.noise, manifest["dtype"], lambda path, module: strip_wrappers(path))
-        capture = Capture(writer, rows)
+        capture = Capture(writer, rows, Settings(task=job.task))
         capture.attach(chunks)
         yield rows
         capture.detach()

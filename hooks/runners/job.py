@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from probe.errors import EngineError, UsageError
+from probe.settings import STATISTICS, TENSOR
 
 RUN_STAGES = ("rollout", "actor", "reference")
 """The stages that a runner makes; log-prob passes and updates are those of a job (probe.hooks.jobs)."""
@@ -91,6 +92,8 @@ class DumpJob:
     engine_args: dict[str, Any] = field(default_factory=dict)
     block_bytes: int = 8 << 20
     force: bool = False
+    task: str = TENSOR
+    """``tensor`` or ``statistics`` (probe.settings.TASKS)."""
     noise: int | None = None
     """Seed of the random re-rounding of every leaf module's output (probe.hooks.noise); None for none."""
 
@@ -186,6 +189,9 @@ def check_job(job: DumpJob) -> Engine:
         raise UsageError(f"{job.output} is both the source and the output", "choose another -o")
     if job.noise is not None and job.source is None:
         raise UsageError("--noise measures a run that is already there", "give its dump with --from")
+    if job.task == STATISTICS and rescores_processed(job):
+        problem = "processed log-probs of given tokens come from stored logits, and task statistics stores none"
+        raise UsageError(problem, "leave --logprobs-mode or --task out")
     if job.force_decode and (job.source is None or job.engine != "vllm"):
         raise UsageError("--force-decode feeds another dump's tokens through vLLM's decode", "give --from and vllm")
     if rescores_processed(job) and job.prompts_only:

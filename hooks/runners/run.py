@@ -19,6 +19,7 @@ from typing import Any
 
 from probe.checkpoint import Checkpoint
 from probe.errors import OutputExistsError, UsageError
+from probe.hooks.causality import declared, prompt_facts
 from probe.hooks.jobs.log import NAME as ACTIVATION_LOG
 from probe.hooks.jobs.log import read_lines
 from probe.hooks.runners.job import (
@@ -67,7 +68,7 @@ def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) 
             {"path": str(job.model.resolve()), "architecture": checkpoint.architecture, "config": checkpoint.config},
             dtype=resolve_dtype(job.dtype, checkpoint.config),
             prompts_only=job.prompts_only,
-            task="tensor",
+            task=job.task,
             sampling=sampling,
             logprobs_mode=job.sampling.logprobs_mode,
             source_dump=None if job.source is None else str(job.source.resolve()),
@@ -75,6 +76,7 @@ def run_dump(job: DumpJob, observer: Observer = lambda what, done, total: None) 
             world_size=job.parallel.world,
             topology=job.parallel.sizes(),
             driver=True,
+            **prompt_facts(declared(checkpoint.config), job.prompts_only),
             **batching(job),
             **({"budget": {"listed": len(sequences)}} if job.source is not None and job.source.is_file() else {}),
             **({} if job.noise is None else {"noise": {"seed": job.noise}}),

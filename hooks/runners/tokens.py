@@ -77,7 +77,8 @@ def recompute_logprobs(
     The log-prob of the token at position p comes from row p - 1; columns beyond the vocabulary are padding.
     """
     found = {entry.uid: np.full(len(entry.tokens), np.nan) for entry in done}
-    if logits not in dump.tensors or not dump.tensors[logits].rows:
+    held = dump.tensors.get(logits)
+    if held is None or held.reduced or not held.rows:
         return found
     vocab_size = int(dump.manifest.get("layout", {}).get("vocab_size") or 0) or None  # unknown: every column counts
     entries = {key: entry for entry in done for key in (entry.uid, entry.request_id) if key}

@@ -16,14 +16,19 @@ from probe.store import schema
 from probe.store.dtypes import stored_dtype, type_matches
 from probe.store.journal import journal_of, read_journal
 from probe.store.places import check_place
+from probe.store.statistics import Reduced
 from probe.store.validate import (
     DAMAGED,
     CheckedFile,
+    check_dtype,
     check_manifest,
     check_tensor,
     json_object,
+    json_shape,
     read_table,
     reading,
+    records_of,
+    text_of,
 )
 
 Shape = tuple[int, ...]
@@ -93,6 +98,16 @@ class Part(ABC):
             sequence[known] = self.to_global[sequence[known]]
             self._rows[name] = rows
         return self._rows[name]
+
+    def reduced(self) -> dict[tuple[str, str], Reduced]:
+        """Return (module, slot) -> what the file holds statistics of, in place of values."""
+        found = {}
+        for record in records_of(self.tables["statistics"]):
+            key = (text_of(record["module"]), text_of(record["slot"]))
+            where = f"{self.path}:/statistics {':'.join(key)}"
+            dtype = check_dtype(text_of(record["dtype"]), where)
+            found[key] = Reduced(dtype, json_shape(record["shape"], where))
+        return found
 
 
 class CompletePart(Part):

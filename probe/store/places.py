@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from probe.store.schema import AXES, DRIVER
 from probe.store.validate import DAMAGED
 
 _WORDS = {"tp": "tensor-parallel", "pp": "pipeline-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
+_RANK = re.compile(r"rank([0-9]+)(-[0-9]+)?$")
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,17 @@ def missing_ranks(files: Sequence[Path], manifests: Sequence[Mapping[str, Any]])
             which = f"files of {word} {absent} are" if absent.startswith("ranks") else f"file of {word} {absent} is"
             lost.append(f"the {which} missing")
     return lost
+
+
+def lists_batch(files: Sequence[Path], manifests: Sequence[Mapping[str, Any]], listing: Sequence[int]) -> bool:
+    """Tell whether every process's file is there, and each that is ``listing`` tokens says that they are all it had.
+
+    Which process wrote a file is in its name (``rank3.h5``, ``ENGINE-HOST-PID-rank3.h5``).
+    """
+    ranks = {found[1] for file in files if (found := _RANK.search(file.name.partition(".")[0]))}
+    whole = [manifest.get("whole_batch") is True for manifest, lists in zip(manifests, listing) if lists]
+    worlds = [size for manifest in manifests if type(size := manifest.get("world_size")) is int]
+    return bool(whole) and all(whole) and len(ranks) >= max(worlds, default=1)
 
 
 def absent_ranks(there: Collection[int | None], size: int) -> str:

@@ -17,7 +17,7 @@ from probe.store.budget import budget_of
 from probe.store.dtypes import widen
 from probe.store.parameters import ParameterStore
 from probe.store.parts import Part, open_part
-from probe.store.places import Place, missing_ranks, places_of, topology_of
+from probe.store.places import Place, lists_batch, missing_ranks, places_of, topology_of
 from probe.store.schema import DRIVER, PARTIAL_SUFFIX, STAGES, ModuleInfo, Sequence, WeightSketch
 from probe.store.sequences import merge_sequences, name_apart, sequences_of
 from probe.store.sketches import JoinedSketch, check_sketch, join_sketches
@@ -194,10 +194,11 @@ class Dump:
     """One stage and step of a run, read lazily: tables are in memory, tensors stay on disk until asked for.
 
     What the ranks of a run stored of one tensor or parameter is joined. ``lost`` says in a phrase each which files are
-    missing or unfinished; ``complete`` is False where there is any. ``unread`` has the folders of the steps that
-    were not opened. ``joined_weights`` has, per parameter, its shards and what is wrong with them; ``weights`` the
-    whole ones. ``parameters`` lists those whose values are stored (``PROBE_WEIGHTS=layers``). ``budget`` is what a
-    job's files say that they were told to leave out (:func:`probe.store.budget.budget_of`).
+    missing or unfinished; ``complete`` is False where there is any. ``whole_batch``: a trainer's ranks are all here and
+    list all sequences of its batch. ``unread`` has the folders of the steps that were not opened. ``joined_weights``
+    has, per parameter, its shards and what is wrong with them; ``weights`` the whole ones. ``parameters`` lists those
+    whose values are stored (``PROBE_WEIGHTS=layers``). ``budget`` is what a job's files say that they were told to
+    leave out (:func:`probe.store.budget.budget_of`).
     """
 
     def __init__(self, path: Path, manifests: list[dict[str, Any]], parts: list[Part]) -> None:
@@ -206,6 +207,7 @@ class Dump:
         self.budget, self._manifests = budget_of(manifests), manifests
         self.lost = _lost(files, manifests)
         self.complete = not self.lost
+        self.whole_batch = self.complete and lists_batch(files, manifests, [len(p.tables["tokens"]) for p in parts])
         self.unread: list[Path] = []
         self._parts, self._places = parts, places_of(files, manifests)
         self._tp = topology_of(manifests)["tp"]
@@ -237,8 +239,18 @@ class Dump:
 
     @property
     def tasks(self) -> frozenset[str]:
-        """Return what the files were told to record (``tensor``, ``tokens``), as far as they say."""
+        """Return what the files were told to record (``tensor``, ``statistics``, ``tokens``), as far as they say."""
         return frozenset(str(manifest["task"]) for manifest in self._manifests if manifest.get("task"))
+
+    @property
+    def prompts(self) -> frozenset[str]:
+        """Return how the rows of prompts came (``slice``, ``shadow``), as far as the files say."""
+        return frozenset(str(manifest["prompts"]) for manifest in self._manifests if manifest.get("prompts"))
+
+    @property
+    def reduced(self) -> bool:
+        """Tell whether statistics stand in place of the values of some tensors (task ``statistics``)."""
+        return any(info.reduced for info in self.tensors.values())
 
     @property
     def engine(self) -> str:
@@ -250,7 +262,7 @@ class Dump:
 
         bf16 and fp8 are widened to float32, so memory stays bounded whatever the size of the tensor.
         """
-        key = self._key(module, slot)
+        key = self._values_key(module, slot)
         for raw, rows in self._tensors.pieces(key):
             yield widen(raw, self.tensors[key].dtype), rows
 
@@ -260,7 +272,7 @@ class Dump:
 
     def read_raw(self, module: str, slot: str) -> np.ndarray:
         """Return all rows of a tensor bit for bit in the carrier dtype (bf16 as uint16, fp8 as uint8)."""
-        return self._tensors.raw(self._key(module, slot))
+        return self._tensors.raw(self._values_key(module, slot))
 
     def read_shards(
         self, module: str, slot: str, rows: np.ndarray | None = None, *, raw: bool = False
@@ -271,9 +283,14 @@ class Dump:
         along the first feature axis they are :meth:`read`. The terms of a sum are added in float32 (or float64) and
         rounded to the tensor's dtype.
         """
-        key = self._key(module, slot)
+        key = self._values_key(module, slot)
         shards = self._tensors.shards(key, rows)
         return shards if raw else [widen(shard, self.tensors[key].dtype) for shard in shards]
+
+    def read_statistics(self, module: str, slot: str, rows: np.ndarray | None = None) -> list[np.ndarray]:
+        """Return the statistics of the rows of a reduced tensor, [rows, WIDTH] per tensor-parallel rank that shares it,
+        in the dtype of their accumulation (:mod:`probe.store.statistics`); ``rows``: only these, in their order."""
+        return self._tensors.statistics(self._key(module, slot), rows)
 
     def rows(self, module: str, slot: str) -> np.ndarray:
         """Return (sequence, position, token, call) of each row of a tensor, sequence numbering :attr:`sequences`."""
@@ -314,9 +331,16 @@ class Dump:
             raise DumpError(f"{self.path} has no tensor {module}:{slot}", "see 'probe show' for what it holds")
         return module, slot
 
+    def _values_key(self, module: str, slot: str) -> tuple[str, str]:
+        key = self._key(module, slot)
+        if self.tensors[key].reduced:
+            held = f"{self.path} holds statistics of the rows of {module}:{slot}, not its values (task statistics)"
+            raise DumpError(held, "record it with task tensor")
+        return key
+
     def _sequence_list(self) -> list[Sequence]:
         """Read and merge the sequences of all files, and let the files number their rows by the merged list."""
-        found = [sequences_of(p.tables["sequences"], p.tables["tokens"], str(p.path)) for p in self._parts]
+        found = [sequences_of(p.tables, str(p.path)) for p in self._parts]
         if len(self._parts) > 1 and not any(part.path.name.startswith(DRIVER) for part in self._parts):
             name_apart(found, self._parts, self._places)
         merged, maps = merge_sequences(found)

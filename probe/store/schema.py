@@ -89,11 +89,14 @@ PARAMETER = np.dtype(
         ("dataset", TEXT),
     ]
 )
+VERSION = np.dtype([("sequence", "<i4"), ("first", "<i4"), ("last", "<i4"), ("trained", "<i4")])
+STATISTICS = np.dtype([("module", TEXT), ("slot", TEXT), ("dtype", TEXT), ("shape", TEXT)])
+"""The tensors of whose rows statistics are stored (:mod:`probe.store.statistics`): dtype and shape of such a row."""
 TABLES = {
     **{"index": INDEX, "sequences": SEQUENCE, "tokens": TOKEN, "modules": MODULE, "weights": WEIGHT},
-    "parameters": PARAMETER,
+    **{"parameters": PARAMETER, "versions": VERSION, "statistics": STATISTICS},
 }
-OPTIONAL_TABLES = frozenset({"parameters"})
+OPTIONAL_TABLES = frozenset({"parameters", "versions", "statistics"})
 """Tables that files of earlier writers lack: read as empty."""
 RESERVED = frozenset({*TABLES, "rows", "manifest", "sketches", "values"})
 
@@ -134,13 +137,27 @@ class RowSegment:
     key: int = field(default_factory=lambda: next(_segment_keys))
 
 
+@dataclass(frozen=True)
+class Versions:
+    """What a trainer declares of a sequence's weights, by its own count of weight syncs; -1 where it does not say.
+
+    ``first`` and ``last``: the versions that generated its first and its last token; ``trained``: the version that the
+    recorded pass ran with.
+    """
+
+    first: int
+    last: int
+    trained: int
+
+
 @dataclass
 class Sequence:
     """One prompt with its response.
 
     ``prompt_len`` and ``length`` count tokens (prompt, prompt + response); ``tokens`` is int64 [length], or shorter
     while a sequence is still being generated. ``weight_version`` counts weight updates that the engine received;
-    ``cached`` leading tokens came from the engine's prefix cache, so that their rows never ran.
+    ``cached`` leading tokens came from the engine's prefix cache, so that their rows never ran. ``declared``: what a
+    trainer says of the weights, None elsewhere.
     """
 
     index: int
@@ -153,6 +170,7 @@ class Sequence:
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     weight_version: int = 0
     cached: int = 0
+    declared: Versions | None = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +247,7 @@ class TensorInfo:
     says how ranks share it (:data:`SHARDS`) and ``ranks`` how many: tensor-parallel ones for columns and terms of a
     sum, else all that stored any of it. The other fields are of the whole tensor. Statistics are of the stored blocks,
     NaN for the terms of a sum. ``left_out`` counts rows that could not be made whole, ``lacking`` says why; a tensor
-    without any whole row cannot be read.
+    without any whole row cannot be read. ``reduced``: only statistics of its rows are stored, no values.
     """
 
     module: str
@@ -243,6 +261,7 @@ class TensorInfo:
     ranks: int = 1
     left_out: int = 0
     lacking: str = ""
+    reduced: bool = False
     min: float = float("nan")
     max: float = float("nan")
     mean: float = float("nan")

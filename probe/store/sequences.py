@@ -7,22 +7,24 @@ engine's request id, to which vLLM appends a random suffix. Both tables describe
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 
 from probe.errors import DumpError
 from probe.store.parts import Part
 from probe.store.places import Place
-from probe.store.schema import Sequence
+from probe.store.schema import Sequence, Versions
 from probe.store.validate import DAMAGED, text_of
 
 
-def sequences_of(table: np.ndarray, tokens: np.ndarray, where: str) -> list[Sequence]:
+def sequences_of(tables: Mapping[str, np.ndarray], where: str) -> list[Sequence]:
     """Return the sequences of one file with the ids that its token table lists (in any order).
 
-    Raises DumpError about the file ``where`` unless sequences are numbered 0, 1, ... and the token table holds each
-    sequence's positions 0, 1, ... once.
+    ``tables``: those of the file by name. Raises DumpError about the file ``where`` unless sequences are numbered 0, 1,
+    ... and the token table holds each sequence's positions 0, 1, ... once.
     """
+    table, tokens = tables["sequences"], tables["tokens"]
     if not np.array_equal(np.sort(table["id"]), np.arange(len(table))):
         raise DumpError(f"{where}:/sequences does not number its sequences 0 to {len(table) - 1}", DAMAGED)
     if len(table) and min(table[name].min() for name in ("prompt_len", "length", "cached")) < 0:
@@ -35,10 +37,13 @@ def sequences_of(table: np.ndarray, tokens: np.ndarray, where: str) -> list[Sequ
         raise DumpError(f"{where}:/tokens does not hold the positions 0, 1, ... of each sequence once", DAMAGED)
     chunks = np.split(tokens["token"].astype(np.int64), starts[1:])
     ids = {int(number): chunk for number, chunk in zip(numbers, chunks)}
-    return [_sequence(record, ids) for record in table]
+    declared = {number: Versions(*versions) for number, *versions in tables["versions"].tolist()}
+    if not declared.keys() <= set(table["id"].tolist()):
+        raise DumpError(f"{where}:/versions names a sequence that the file does not list", DAMAGED)
+    return [_sequence(record, ids, declared) for record in table]
 
 
-def _sequence(record: np.void, ids: dict[int, np.ndarray]) -> Sequence:
+def _sequence(record: np.void, ids: dict[int, np.ndarray], declared: dict[int, Versions]) -> Sequence:
     text = {name: text_of(record[name]) for name in ("uid", "request_id", "trajectory")}
     number = int(record["id"])
     return Sequence(
@@ -50,6 +55,7 @@ def _sequence(record: np.void, ids: dict[int, np.ndarray]) -> Sequence:
         tokens=ids.get(number, np.zeros(0, np.int64)),
         weight_version=int(record["weight_version"]),
         cached=int(record["cached"]),
+        declared=declared.get(number),
     )
 
 
@@ -122,6 +128,7 @@ def merge_sequences(files: list[list[Sequence]]) -> tuple[list[Sequence], list[n
             mine.add(found)
             for name in ("length", "cached", "weight_version"):  # a file that does not know one says 0
                 setattr(merged[found], name, max(getattr(merged[found], name), getattr(sequence, name)))
+            merged[found].declared = merged[found].declared or sequence.declared
             maps[number][sequence.index] = found
     return merged, maps
 

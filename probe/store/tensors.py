@@ -18,6 +18,7 @@ from probe.store.peers import Peers
 from probe.store.places import Place
 from probe.store.schema import CELLS, CHECKSUM, COLUMNS, FOREIGN, PARTIAL, SHARDS, TensorInfo
 from probe.store.shards import Piece, Plan, plan
+from probe.store.statistics import WIDTH, Reduced
 from probe.store.validate import DAMAGED, Record, check_dtype, json_shape, records_of, text_of
 
 PIECE_BYTES = 64 << 20
@@ -47,12 +48,18 @@ class _Stored:
     shard: str
     order: int
     has_rows: bool
+    reduced: Reduced | None = None
     blocks: list[_Block] = field(default_factory=list)
     statistics: list[Record] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
         return sum(block.shape[0] for block in self.blocks)
+
+    @property
+    def whole(self) -> Reduced:
+        """Return dtype and row shape of the tensor itself, which rows of statistics are of."""
+        return self.reduced or Reduced(self.dtype, self.features)
 
 
 class Replica(NamedTuple):
@@ -116,6 +123,12 @@ class TensorStore:
             return [self.raw(key, at)]
         return self._columns(key, _chosen(self._readable(key, found).take, at))
 
+    def statistics(self, key: Key, at: np.ndarray | None = None) -> list[np.ndarray]:
+        """Return the statistics of rows ``at`` (all if None) of what each tensor-parallel rank holds, float32 or 64."""
+        found = self._plans.get(key)
+        takes = [at] if found is None else _chosen(self._readable(key, found).take, at)
+        return self._columns(key, takes)
+
     def pieces(self, key: Key) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (raw rows, row table) in order, a stored block or about PIECE_BYTES of it at a time."""
         found, info = self._plans.get(key), self.infos[key]
@@ -161,6 +174,7 @@ class TensorStore:
 
     def _collect(self, number: int, part: Part) -> None:
         mine: dict[Key, _Stored] = {}
+        reduced = part.reduced()
         for record in sorted(records_of(part.tables["index"]), key=lambda r: (r["order"], r["block"])):
             key = (text_of(record["module"]), text_of(record["slot"]))
             where = f"{part.path}:/index {':'.join(key)}"
@@ -169,7 +183,10 @@ class TensorStore:
             shard = _check_shard(text_of(record["shard"]), dtype, shape, where)
             fields = (dtype, shape[1:], shard)
             if key not in mine:
-                mine[key] = _Stored(number, *fields, record["order"], text_of(record["row_axes"]) != "")
+                has_rows = text_of(record["row_axes"]) != ""
+                of = None if shard == CHECKSUM else reduced.get(key)
+                mine[key] = _Stored(number, *fields, record["order"], has_rows, of)
+                _check_reduced(mine[key], where)
                 self._stored.setdefault(key, []).append(mine[key])
             stored = mine[key]
             if (stored.dtype, stored.features, stored.shard) == fields:
@@ -179,8 +196,9 @@ class TensorStore:
 
     def _describe(self, key: Key, stored: list[_Stored]) -> TensorInfo:
         first = stored[0]
-        info = TensorInfo(*key, first.dtype, first.features, order=first.order, has_rows=first.has_rows)
-        info.shard, info.ranks = first.shard, len(stored)
+        whole = first.whole
+        info = TensorInfo(*key, whole.dtype, whole.features, order=first.order, has_rows=first.has_rows)
+        info.shard, info.ranks, info.reduced = first.shard, len(stored), first.reduced is not None
         needs_plan = first.shard == CHECKSUM or (first.shard in (COLUMNS, PARTIAL) and (self._tp or 1) > 1)
         if len(stored) == 1 and not needs_plan and not self._serves_others(first):
             info.rows = first.rows
@@ -192,11 +210,11 @@ class TensorStore:
             info.ranks = len(found.shards) or self._tp or 1
         if found.shards:
             parts = [stored[numbers[0]] for numbers in found.shards]
-            info.dtype, info.order = parts[0].dtype, parts[0].order
+            info.dtype, info.order = parts[0].whole.dtype, parts[0].order
             info.has_rows, info.shard = parts[0].has_rows, parts[0].shard
-            info.feature_shape = parts[0].features
+            info.feature_shape, info.reduced = parts[0].whole.features, parts[0].reduced is not None
             if info.shard == COLUMNS:
-                info.feature_shape = (sum(part.features[0] for part in parts), *parts[0].features[1:])
+                info.feature_shape = (sum(part.whole.features[0] for part in parts), *info.feature_shape[1:])
             if info.shard != PARTIAL:
                 _add_statistics(info, self._counted(found, stored))
         return info
@@ -219,7 +237,8 @@ class TensorStore:
         pieces, digests = [], []
         for entry in stored:
             rows, digest = self._joined_rows(entry)
-            pieces.append(Piece(self._places[entry.file], entry.shard, rows, entry.dtype, entry.features))
+            whole = entry.whole
+            pieces.append(Piece(self._places[entry.file], entry.shard, rows, whole.dtype, whole.features))
             digests.append((entry.file, entry.shard, digest))
         kinds = [(piece.dtype, piece.features) for piece in pieces]
         inner = [(piece.dtype, piece.features[1:]) for piece in pieces]
@@ -279,7 +298,7 @@ class TensorStore:
         arrays, info = self._columns(key, takes), self.infos[key]
         if len(arrays) == 1:
             return arrays[0]
-        if info.shard == COLUMNS:
+        if info.shard == COLUMNS or info.reduced:  # statistics side by side: only compared with other ranks' checksums
             return np.concatenate(arrays, axis=1)
         total = widen(arrays[0], info.dtype)
         total = total.astype(np.promote_types(total.dtype, np.float32))
@@ -324,6 +343,12 @@ class TensorStore:
         return np.concatenate([np.zeros(0, np.uint64), *parts])
 
 
+def _check_reduced(stored: _Stored, where: str) -> None:
+    if stored.reduced is not None and (stored.features != (WIDTH,) or stored.dtype not in ("float32", "float64")):
+        shape = ["rows", *stored.features]
+        raise DumpError(f"{where} holds statistics as {stored.dtype} {shape} instead of [rows, {WIDTH}]", DAMAGED)
+
+
 def _check_shard(shard: str, dtype: str, shape: tuple[int, ...], where: str) -> str:
     if shard not in SHARDS:
         raise DumpError(f"{where} is shared over ranks as {shard[:40]!r}, which this version cannot read", DAMAGED)
@@ -360,7 +385,7 @@ def _add_statistics(info: TensorInfo, stored: Iterable[_Stored]) -> None:
         for block, record in zip(entry.blocks, entry.statistics):
             info.nan += record["nan"]
             info.inf += record["inf"]
-            finite = math.prod(block.shape) - record["nan"] - record["inf"]
+            finite = block.shape[0] * math.prod(entry.whole.features) - record["nan"] - record["inf"]
             if finite and math.isfinite(record["norm"]):
                 info.min = float(np.fmin(info.min, record["min"]))
                 info.max = float(np.fmax(info.max, record["max"]))

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import xxhash
 from h5py import h5d, h5p, h5s
 
 from probe.errors import DumpError, OutputExistsError
-from probe.store.dtypes import file_type, stored_dtype, widen
+from probe.store.dtypes import file_type, stored_dtype
 from probe.store.journal import JournalWriter
 from probe.store.schema import (
     CHECKSUM,
@@ -36,6 +36,7 @@ from probe.store.schema import (
     StoredParameter,
     WeightSketch,
 )
+from probe.store.statistics import NO_STATISTICS, Reduced, block_statistics
 
 # Of the versions every HDF5 since 1.8 reads, the newest.
 LIBVER = ("v108", "v108")
@@ -43,7 +44,6 @@ CHUNK_ROWS = {"tokens": 1024}
 """Rows by which a table grows, 64 where not given: small, because a chunk is stored whole."""
 FOLDER_TRIES = 3
 """How often a folder that another writer has deleted is made again."""
-NO_STATISTICS = (np.nan, np.nan, np.nan, np.nan, 0, 0)
 
 
 @dataclass
@@ -61,6 +61,7 @@ class _Series:
     blocks: int = 0
     has_rows: bool = True
     shard: str = ""
+    reduced: bool = False
 
 
 class DumpWriter:
@@ -91,7 +92,7 @@ class DumpWriter:
         self._series: dict[tuple[str, str], _Series] = {}
         self._paths: set[str] = set()
         self._row_tables: dict[tuple[int, ...], str] = {}
-        self._stored: dict[tuple[str, tuple[bytes, ...]], tuple[str, str, tuple[float, ...]]] = {}
+        self._stored: dict[tuple[str, bool, tuple[bytes, ...]], tuple[str, str, tuple[float, ...]]] = {}
         self._live: dict[bytes, tuple[np.ndarray, int]] = {}
         self._waiting: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
         self._sequences: list[Sequence] = []
@@ -117,8 +118,10 @@ class DumpWriter:
         return sequence.index
 
     def end_sequence(self, sequence: Sequence, tokens: np.ndarray) -> None:
-        """Note the ids (int64 [n]) that a sequence has in the end; only their digest is kept, of millions at times."""
+        """Note what is known of a sequence in the end: what its trainer declares, a digest of its ids (int64 [n])."""
         self._digests[sequence.index] = _digest(tokens)
+        if sequence.declared is not None:
+            self._waiting["versions"].append((sequence.index, *astuple(sequence.declared)))
 
     def add_module(self, module: ModuleInfo) -> None:
         """Record a module of the model."""
@@ -157,22 +160,29 @@ class DumpWriter:
         *,
         has_rows: bool = True,
         shard: str = "",
+        of: Reduced | None = None,
     ) -> None:
         """Append one call's rows of a tensor.
 
         ``array`` is [rows, *features] in the numpy carrier of ``dtype`` and belongs to the writer from now on;
         ``segment`` has one entry per row. ``has_rows=False`` marks a tensor without a token axis (one row per call).
         ``shard`` says how the tensor lies over tensor-parallel ranks (:data:`probe.store.schema.SHARDS`); the row
-        checksums of a replicated tensor are a uint64 array [rows] of dtype ``uint64``.
+        checksums of a replicated tensor are a uint64 array [rows] of dtype ``uint64``. ``of``: the rows are statistics
+        (:mod:`probe.store.statistics`) of rows of that kind.
         """
         if len(array) != len(segment.rows):
             raise DumpError(f"{module}:{slot} has {len(array)} rows but its call has {len(segment.rows)}")
         if not len(array):
             return
         series = self._series_of(module, slot)
+        if series.dtype and series.reduced != (of is not None):
+            return  # as where a shape changes from call to call: the first kind of rows stands
         if series.arrays and (series.dtype, series.feature_shape, series.shard) != (dtype, array.shape[1:], shard):
             self._write_block(module, slot, series)
         series.dtype, series.feature_shape, series.has_rows, series.shard = dtype, array.shape[1:], has_rows, shard
+        if of is not None and not series.reduced:
+            series.reduced = True
+            self._waiting["statistics"].append((module, slot, of.dtype, json.dumps(list(of.features))))
         digest = xxhash.xxh3_128_digest(np.ascontiguousarray(array).data)
         shared, count = self._live.get(digest, (array, 0))
         if shared.shape != array.shape or shared.dtype != array.dtype:
@@ -268,7 +278,7 @@ class DumpWriter:
         self._commit()
 
     def _write_block(self, module: str, slot: str, series: _Series) -> None:
-        content = (series.dtype, tuple(series.digests))
+        content = (series.dtype, series.reduced, tuple(series.digests))
         if content not in self._stored:
             data = series.arrays[0] if len(series.arrays) == 1 else np.concatenate(series.arrays)
             data = np.ascontiguousarray(data)
@@ -276,7 +286,8 @@ class DumpWriter:
             self._create(dataset, data, series.dtype)
             checksum = xxhash.xxh3_128_hexdigest(data.data)
             with np.errstate(all="ignore"):  # NaN and Inf are counted, not warned about
-                self._stored[content] = (dataset, checksum, _statistics(data, series.dtype))
+                found = block_statistics(data, series.dtype, reduced=series.reduced)
+            self._stored[content] = (dataset, checksum, found)
         dataset, checksum, statistics = self._stored[content]
         shape = [sum(len(a) for a in series.arrays), *series.feature_shape]
         self._waiting["index"].append(
@@ -353,29 +364,6 @@ def _sequence_record(sequence: Sequence, digest: str = "") -> tuple[Any, ...]:
         *(sequence.index, sequence.trajectory or sequence.uid, sequence.request_id, sequence.uid, sequence.sample),
         *(sequence.prompt_len, sequence.length, digest, sequence.weight_version, sequence.cached),
     )
-
-
-def _statistics(data: np.ndarray, dtype: str) -> tuple[float, ...]:
-    """Return min, max, mean, L2 norm (finite values only) and the counts of NaN and Inf."""
-    if dtype == "float4_e2m1fn_x2":
-        return NO_STATISTICS
-    values = widen(data, dtype)
-    if not values.size:
-        return NO_STATISTICS
-    if values.dtype.kind in "iub":
-        wide = values.astype(np.float64)
-        return (wide.min(), wide.max(), wide.mean(), float(np.sqrt(np.square(wide).sum())), 0, 0)
-    total = float(np.sum(values, dtype=np.float64))
-    nan = inf = 0
-    if not np.isfinite(total):
-        nan, inf = int(np.isnan(values).sum()), int(np.isinf(values).sum())
-        values = values[np.isfinite(values)]
-        if not values.size:
-            return (np.nan, np.nan, np.nan, np.nan, nan, inf)
-        total = float(np.sum(values, dtype=np.float64))
-    wide = values.astype(np.float64).ravel()
-    norm = float(np.sqrt(np.dot(wide, wide)))
-    return (float(values.min()), float(values.max()), total / values.size, norm, nan, inf)
 
 
 def _fsync(path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from probe.compare.align import RowAligner, pack, read_table
 from probe.compare.diagnose.action import loose_ranges
-from probe.compare.job import is_job, open_sides
+from probe.compare.job import carried_pair, is_job, open_sides
 from probe.compare.logprobs import complete_logprobs
 from probe.compare.names.canonical import LOGITS
 from probe.compare.sampling_fits import rows_of, some_of
@@ -20,14 +20,17 @@ from probe.compare.side import Side, read_side, read_sides
 from probe.compare.tokens.batch import TokenBatch, batch_of_dumps, origin_of
 from probe.compare.tokens.meaning import SOURCES
 from probe.compare.tokens.read.assemble import Reading, assemble
-from probe.compare.tokens.read.pair import pair_with_itself
+from probe.compare.tokens.read.pair import pair_tables, pair_with_itself
 from probe.compare.tokens.read.table import Table
-from probe.compare.tokens.rl import read_rl
+from probe.compare.tokens.rl import Cells, mask_responses, read_column, read_rl
 from probe.compare.tokens.text import Decoder, load_decoder
 from probe.compare.tokens.worst import record_of
 from probe.compare.trajectories import name_of
+from probe.compare.versions import lag_of
+from probe.compare.weights_gate import lag_words
 from probe.errors import CompareError
 from probe.store.reader import Dump, open_dump
+from probe.store.schema import RL
 
 NO_LOGPROBS = "no log-prob of a response token"
 FIX = "dump a stage with log-probs, or with its logits, to compute them from"
@@ -40,6 +43,9 @@ def read_dumps(paths: tuple[Path, ...], step: int | None = None) -> tuple[TokenB
     Raises DumpError for a dump that cannot be read, UsageError for a job without that step, CompareError for dumps
     without log-probs or without a sequence in common.
     """
+    carried = carried_pair(paths[0], step) if len(paths) == 1 else None
+    if carried is not None:
+        return _carried(*carried)
     with ExitStack() as stack:
         update = None
         if len(paths) == 1 and not is_job(paths[0]):
@@ -70,15 +76,43 @@ def _two(a: Side, b: Side, update: Dump | None = None) -> tuple[TokenBatch, tupl
         raise CompareError(
             f"{a.dump.path} and {b.dump.path} have no sequence in common", "dump the same tokens: probe dump --from"
         )
-    aligner = RowAligner(join, a.dump.sequences, b.dump.sequences)
+    lag = lag_of(join, a.dump.sequences, b.dump.sequences)
+    aligner = RowAligner(join, a.dump.sequences, b.dump.sequences, across_versions=lag is not None)
     batch = batch_of_dumps(a.dump, b.dump, aligner, update)
     if batch is None:
         raise CompareError(f"{a.dump.path} or {b.dump.path} holds {NO_LOGPROBS}", FIX)
+    if lag is not None and lag_words(lag):  # what an update has to correct: it is compared, and said
+        batch.notes.append(f"{lag_words(lag).lstrip('; ')}: their log-probs differ by the updates in between too")
     alone = len(join.only_a), len(join.only_b)
     for dump, count in zip((a.dump, b.dump), alone):
         if count:
             batch.left_out.append(f"{count} of {len(dump.sequences)} sequences of {dump.path}: no partner")
     return batch, (np.array([p.a for p in join.pairs]), np.array([p.b for p in join.pairs]))
+
+
+GIVEN = "rollout_log_probs"
+
+
+def _carried(path_a: Path, path_b: Path) -> tuple[TokenBatch, Decoder | None]:
+    """Return the batch of a job whose rollout was not recorded: a is what it gave the trainer, b the trainer's own.
+
+    ``path_a`` is the update, which stores the former beside its tokens, ``path_b`` the log-prob pass.
+    """
+    with open_dump(path_a) as update, open_dump(path_b) as trainer:
+        if (RL, GIVEN) not in update.tensors:
+            raise CompareError(
+                f"{path_a} holds no {GIVEN}, and the job no rollout",
+                "record the rollout, or let it return them (verl: actor_rollout_ref.rollout.calculate_log_probs=True)",
+            )
+        mask_responses((update, trainer), update)
+        tables = [table_of_dump(dump) for dump in (update, trainer)]
+        _add_column(tables[0], GIVEN, read_column(update, GIVEN))
+        tables[0].mask = tables[0].mask & np.isfinite(tables[0].cells[GIVEN])
+        pairs = pair_tables(*tables)
+        batch = assemble(Reading(tables[0], GIVEN), Reading(tables[1], "engine"), pairs)
+        batch.records = [record_of(update, int(number)) for number in pairs.rows[0]]
+        batch.notes.append("the rollout was not recorded: a is what it gave the trainer (rollout_log_probs of update)")
+        return batch, load_decoder(update, trainer)
 
 
 def _one(side: Side) -> tuple[TokenBatch, tuple[np.ndarray, ...]]:
@@ -134,12 +168,19 @@ def table_of_dump(dump: Dump) -> Table:
         sample=np.array([sequence.sample for sequence in dump.sequences], np.int64),
         origins={name: origin_of(dump, name) for name in SOURCES},
     )
-    keys = pack(kept["sequence"], kept["position"])
-    for column, (sequence, position, values) in read_rl(dump).items():
-        table.cells[column] = np.full(len(kept), np.nan)
-        known = np.isin(pack(sequence, position), keys)
-        table.cells[column][np.searchsorted(keys, pack(sequence, position)[known])] = values[known]
+    for column, cells in read_rl(dump).items():
+        _add_column(table, column, cells)
     return table
+
+
+def _add_column(table: Table, column: str, cells: Cells) -> None:
+    """Add a column of a trainer's to the table of its dump, NaN where it says nothing."""
+    sequence, position, values = cells
+    row, place = table.place(np.arange(int(table.width.sum())))
+    keys, found = pack(row, table.start[row] + place), pack(sequence, position)
+    known = np.isin(found, keys)
+    table.cells[column] = np.full(len(keys), np.nan)
+    table.cells[column][np.searchsorted(keys, found[known])] = values[known]
 
 
 # -- logits -----------------------------------------------------------------------------------------------------------
@@ -154,7 +195,7 @@ def _add_rows(batch: TokenBatch, sides: tuple[Side, ...], numbers: tuple[np.ndar
     for number in order:
         side = sides[number]
         source = side.resolution.sources.get(LOGITS)
-        if source is None:
+        if source is None or side.dump.tensors[side.natives[source.native[0]]].reduced:
             continue
         key = side.natives[source.native[0]]
         table = read_table(side.dump.rows(*key))
