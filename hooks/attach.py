@@ -165,10 +165,10 @@ def make_adapter(kind: Kind, writer: DumpWriter, runner: Any, settings: Settings
     book = SequenceBook(writer)
     if kind.engine == "vllm":
         refuse_unsupported(runner)
-        place = vllm_parallel.place_of(runner)
+        place = RUNNER_PLACES[kind.engine](runner)
         return VllmAdapter(book, runner, prompts_only=settings.prompts_only, place=place)
     if kind.engine == "sglang":
-        return SglangAdapter(book, sglang_runner.place_of(runner), prompts_only=settings.prompts_only)
+        return SglangAdapter(book, RUNNER_PLACES[kind.engine](runner), prompts_only=settings.prompts_only)
     adapter = MegatronAdapter if kind.engine == "megatron" else BatchAdapter
     return adapter(book, prompts_only=settings.prompts_only)
 

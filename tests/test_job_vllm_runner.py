@@ -14,7 +14,6 @@ from test_job_vllm_requests import new, order, result
 
 from probe.hooks import attach, debugger
 from probe.hooks.engines.vllm_parallel import RankPlace
-from probe.hooks.jobs import files
 from probe.hooks.jobs import vllm as job
 from probe.hooks.jobs.session import Session
 from probe.hooks.jobs.vllm_settings import what_is_left_out, why_tokens_only
@@ -326,8 +325,7 @@ def test_what_the_real_recorder_writes(task, tmp_path, monkeypatch):
     # GIVEN a job's own session, and a runner on one rank
     axes = dict.fromkeys(("tp", "pp", "cp", "ep", "dp"), 0)
     place = RankPlace({**dict.fromkeys(axes, 1), "vpp": 1, "sp": False}, axes, 0, 1)
-    for module in (attach, files):
-        monkeypatch.setattr(module, "place_of", lambda runner: place)
+    monkeypatch.setitem(attach.RUNNER_PLACES, "vllm", lambda runner: place)
     monkeypatch.setenv("PROBE_DUMP_DIR", str(tmp_path / "dump"))
     real = Session(Settings(enabled=True, dump_path=str(tmp_path / "dump"), task=task))
     monkeypatch.setattr(job, "session", lambda: real)
