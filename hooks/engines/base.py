@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from probe.store.schema import Sequence
 
 if TYPE_CHECKING:
     from probe.hooks.budget import RowBudget
+    from probe.hooks.engines.vllm_requests import Piece
 
 
 class EngineAdapter:
@@ -100,6 +102,23 @@ class EngineAdapter:
         """Number the call and return its rows."""
         call, self.calls = self.calls, self.calls + 1
         return CallRows(grid, call, self.layouts, keep=self._keep(grid), company=self.paused)
+
+    def takes_no_row(self, spans: Iterable[tuple[Piece, int, int]]) -> bool:
+        """Tell, and count, that the budget takes no row of a pass: then nothing is copied from the device for it.
+
+        ``spans``: of each request of the pass its piece, and the first and the number of the positions that run.
+        """
+        if self.budget is None:
+            return False
+        left = 0
+        for piece, first, count in spans:
+            asked = max(0, min(count, piece.prompt_len - first)) if self.prompts_only else count
+            number = self.book.known(piece.uid, piece.version)
+            if asked and self.budget.may_keep(number, piece.prompt_len, first, asked):
+                return False
+            left += asked
+        self.budget.leave(left)
+        return True
 
     def ids_at_first(self, sequence: Sequence, grid: np.ndarray) -> tuple[np.ndarray, bool]:
         """Return the ids of a sequence known at its first call, int64 [n], and whether they are all it will have.

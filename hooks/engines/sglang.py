@@ -80,7 +80,8 @@ class SglangAdapter(EngineAdapter):
             return None
         firsts, counts = _spans(batch)
         self._last_rows = np.cumsum(counts) - 1
-        if self._is_idle(batch.rids, firsts, counts):
+        served = zip(map(self._pieces.get, batch.rids), firsts.tolist(), counts.tolist())
+        if self.takes_no_row((piece, first, count) for piece, first, count in served if piece is not None):
             return None
         grid = self._grid(batch.rids, firsts, counts, batch.input_ids.cpu().numpy())
         known = grid["sequence"][0] >= 0
@@ -88,23 +89,6 @@ class SglangAdapter(EngineAdapter):
             self.passes_unknown += 1
             return None
         return self.rows_of_call(grid)
-
-    def _is_idle(self, requests: list[str], firsts: np.ndarray, counts: np.ndarray) -> bool:
-        """Tell, and count, that the budget takes no row of this pass: then nothing is copied from the device for it."""
-        if self.budget is None:
-            return False
-        left = 0
-        for request, first, count in zip(requests, firsts.tolist(), counts.tolist()):
-            piece = self._pieces.get(request)
-            if piece is None:
-                continue
-            asked = max(0, min(count, piece.prompt_len - first)) if self.prompts_only else count
-            number = self.book.known(piece.uid, piece.version)
-            if asked and self.budget.may_keep(number, piece.prompt_len, first, asked):
-                return False
-            left += asked
-        self.budget.leave(left)
-        return True
 
     def _grid(self, requests: list[str], firsts: np.ndarray, counts: np.ndarray, ids: np.ndarray) -> np.ndarray:
         # rows beyond the requests' tokens are padding

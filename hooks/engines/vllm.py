@@ -126,25 +126,17 @@ class VllmAdapter(EngineAdapter):
         return self.rows_of_call(grid)
 
     def _is_idle(self) -> bool:
-        """Tell, and count, that the budget takes no row of this pass: then nothing is copied from the device for it.
+        """Tell whether the budget takes no row of this pass.
 
         Only where the caller follows requests itself: else every row's id is noted.
         """
         if self.budget is None or not self._given or self.scheduled is None:
             return False
-        batch, left = self.runner.input_batch, 0
-        for request, count in self.scheduled.items():
-            piece = self._given.get(request)
-            if piece is None:
-                return False
-            first = int(batch.num_computed_tokens_cpu[batch.req_id_to_index[request]])
-            asked = max(0, min(count, piece.prompt_len - first)) if self.prompts_only else count
-            number = self.book.known(piece.uid, piece.version)
-            if asked and self.budget.may_keep(number, piece.prompt_len, first, asked):
-                return False
-            left += asked
-        self.budget.leave(left)
-        return True
+        if not self.scheduled.keys() <= self._given.keys():
+            return False
+        batch = self.runner.input_batch
+        firsts = {name: int(batch.num_computed_tokens_cpu[batch.req_id_to_index[name]]) for name in self.scheduled}
+        return self.takes_no_row((self._given[name], firsts[name], count) for name, count in self.scheduled.items())
 
     def partial_rows(self, path: str, slot: str, tensor: torch.Tensor) -> np.ndarray | None:
         """Return which rows of the pass a tensor of the logits processor holds, None for every other module.
